@@ -44,7 +44,7 @@ VARIANTS = {
     "int8": _BLOCK,
     "float8": _BLOCK,
 }
-BLOCKS_OF = {"block": None, "int8": jnp.int8, "float8": jnp.float8_e4m3fn}  # activation_dtype
+BLOCKS_OF = {"block": None, "int8": jnp.int8, "float8": jnp.float8_e4m3fn}  # lhs_qtype
 BLOCKS = 11
 PROGRAMS = 10  # in a block
 LIMIT = 0.05  # relative to the norm of the update of a step, for bfloat16 residuals over 32 layers
@@ -79,18 +79,19 @@ def step(x: jax.Array, layers: list[dict[str, Any]], sizes: Sizes, variant: str)
 
 
 def _step_of_blocks(
-    x: jax.Array, layers: list[dict[str, Any]], sizes: Sizes, activation_dtype: Any
+    x: jax.Array, layers: list[dict[str, Any]], sizes: Sizes, lhs_qtype: Any
 ) -> jax.Array:
-    options = {"activation_dtype": activation_dtype}
+    options = {"lhs_qtype": lhs_qtype}
     first = _normalize(x, layers[0]["norm-qkv"])
     products = jl.quantized_matmul(first, layers[0]["q-k-v"], **options)
     for i, layer in enumerate(layers):
         attended = _attend(sizes, *_split(products, sizes))
-        weights = layer["o"], layer["norm-mlp"], layer["gate-up"], layer["down"]
+        names = {"out": "o", "norm": "norm-mlp", "gate_up": "gate-up", "down": "down"}
+        given = options | {argument: layer[name] for argument, name in names.items()}
         if i + 1 == len(layers):
-            return jl.quantized_block(attended, x, *weights, **options)
+            return jl.quantized_block(attended, x, **given)
         following = layers[i + 1]["norm-qkv"], [layers[i + 1]["q-k-v"]]
-        x, (products,) = jl.quantized_block(attended, x, *weights, following=following, **options)
+        x, (products,) = jl.quantized_block(attended, x, following=following, **given)
     return x
 
 
@@ -120,7 +121,7 @@ def _mlp(layer: dict[str, Any], variant: str, x: jax.Array) -> jax.Array:
     if variant not in ("separate", "concatenated"):
         gate_up = layer["gate-up"]
         if isinstance(gate_up, jl.QuantizedArray):
-            return jl.quantized_mlp(x, gate_up, layer["down"])
+            return jl.quantized_mlp(x, gate_up=gate_up, down=layer["down"])
         gate, up = x @ gate_up[0], x @ gate_up[1]
     elif "gate-up" in layer:
         gate, up = jnp.split(x @ layer["gate-up"], 2, axis=-1)

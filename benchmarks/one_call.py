@@ -74,7 +74,8 @@ def separate_mlp(x: jax.Array, weights: Any) -> jax.Array:
 
 
 def mlp_in_one(x: jax.Array, weights: Any) -> jax.Array:
-    return jl.quantized_mlp(x, *weights)
+    gate_up, down = weights
+    return jl.quantized_mlp(x, gate_up=gate_up, down=down)
 
 
 Call = Callable[[jax.Array, Any], jax.Array]

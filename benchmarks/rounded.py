@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> None:
         format = weights.parse_format(name)
         copies = [quantized(options.width, format, seed) for seed in range(COPIES)]
         dtype = jnp.float8_e4m3fn if name.startswith("e4m3") else jnp.int8
-        rounds = functools.partial(jl.quantized_matmul, activation_dtype=dtype)
+        rounds = functools.partial(jl.quantized_matmul, lhs_qtype=dtype)
         for m in options.m:
             x = jax.random.normal(jax.random.key(m), (m, options.width), jnp.bfloat16)
             plain, rounded = (

@@ -83,7 +83,7 @@ def measure(devices: list[Any], size: int, hidden_size: int, m: int) -> Iterator
     x = jax.random.normal(jax.random.key(COPIES), (m, size), jnp.bfloat16)
     up, down = weights[0]
     exact = [weight.dequantize(jnp.float32) for weight in (up, down)]
-    specs = jl.partition_spec(up, mesh, n=AXIS), jl.partition_spec(down, mesh, k=AXIS)
+    specs = up.partition_spec(mesh, n=AXIS), down.partition_spec(mesh, k=AXIS)
 
     def put(tree: Any, specs: Any) -> Any:
         shardings = jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), specs)

@@ -16,6 +16,10 @@ inline constexpr int64_t kMaxWorkspaceBytes = int64_t{16} << 20;
 // Maximum row length of a normalization between products.
 inline constexpr int64_t kMaxRmsNormColumns = 16384;
 
+// Limits of a decode step's attention: elements of a head (a multiple of 8), and query heads that share a key head.
+inline constexpr int64_t kMaxAttendHeadSize = 256;
+inline constexpr int64_t kMaxAttendShared = 16;
+
 // Maximum number of rows whose parts a call adds over several devices. It adds in one step; for large M, an all-reduce
 // in two steps sends less.
 inline constexpr int64_t kMaxExchangeRows = 32;

@@ -56,7 +56,7 @@ ACTIVATIONS = ("int8", "float8_e4m3fn")
 EVERY = (
     *("int1-float", "int2", "int3", "int4", "int5", "int6", "int7", "int8", "uint4", "uint8"),
     *("int4-int8", "nf4", "fp4", "e2m1", "e4m3", "e5m2", "mxfp4", "mxfp8", "nvfp4"),
-    "int4-g32-float-super",
+    "int4-g32-float-two_level",
     "int4-channel",
     *(f"{name}@{x}" for name in ("int4", "int4-channel", "int8", "e4m3") for x in ACTIVATIONS),
 )
@@ -181,7 +181,7 @@ def load(path: Path, choice: Choice) -> llm.LanguageModel:
     return llm.load(
         path,
         format=choice.format,
-        activation_dtype=choice.activations,
+        lhs_qtype=choice.activations,
         scale_dtype=scales,
         progress=watched(),
     )
@@ -239,7 +239,7 @@ def line(row: Row) -> str:
 def plot(rows: list[Row], title: str, path: Path) -> None:
     """Draws perplexity and tokens per second against bits per weight.
 
-    Colors show weights, and markers activations. Perplexities beyond ten times the best are drawn at
+    Colors show weights, markers activations. Perplexities beyond ten times the best are drawn at
     the top.
     """
     matplotlib.use("agg")

@@ -8,7 +8,7 @@ from . import _command as _command  # first: the command `jaxlowbit` starts here
 from . import _requirements as _requirements  # second: nothing below meets a JAX too old
 from . import quantizers as quantizers
 from ._backends import extension as _extension
-from ._backends.call import EXPORT_CHECKS as EXPORT_CHECKS
+from ._backends.call import DISABLED_EXPORT_CHECKS as DISABLED_EXPORT_CHECKS
 from ._composite.block import quantized_block as quantized_block
 from ._composite.glu import quantized_glu as quantized_glu
 from ._composite.matmuls import quantized_matmuls as quantized_matmuls
@@ -27,9 +27,8 @@ from ._core.format import NVFP4 as NVFP4
 from ._core.format import UINT4 as UINT4
 from ._core.format import UINT8 as UINT8
 from ._core.format import Format as Format
-from ._core.permutations import group_permutation as group_permutation
 from ._core.scan import scan as scan
-from ._core.sharding import partition_spec as partition_spec
+from ._core.versions import check_layout_version as check_layout_version
 from ._matmul.api import quantized_matmul as quantized_matmul
 from ._matmul.integers import integer_matmul as integer_matmul
 from ._matmul.support import supported_backends as supported_backends
@@ -37,7 +36,6 @@ from ._tuning import table as _table
 from ._tuning.explain import explain as explain
 from ._tuning.tune import tune as tune
 from ._version import __version__ as __version__
-from .quantizers._quantize import dequantize as dequantize
 from .quantizers._quantize import quantize as quantize
 
 _exporting.register()

@@ -10,7 +10,6 @@ from ._flax.linen_layers import QuantizedEmbed as QuantizedEmbed
 from ._flax.linen_model import quantize_model as quantize_model
 from ._flax.linen_pretrained import quantize_pretrained as quantize_pretrained
 from ._flax.linen_quantized import QuantizedModel as QuantizedModel
-from ._flax.linen_variables import check_layout_version as check_layout_version
 from ._flax.report import QuantizationReport as QuantizationReport
 
 _serialization.register()

@@ -9,7 +9,6 @@ from ._flax.nnx_layers import QuantizedLinear as QuantizedLinear
 from ._flax.nnx_layers import QuantizedLinearGeneral as QuantizedLinearGeneral
 from ._flax.nnx_model import quantize_model as quantize_model
 from ._flax.nnx_variables import QuantizedVariable as QuantizedVariable
-from ._flax.nnx_variables import check_layout_version as check_layout_version
 from ._flax.report import QuantizationReport as QuantizationReport
 
 _serialization.register()

@@ -37,13 +37,15 @@ jit::Instance InstanceOf(const std::string& family, const std::string& expressio
   throw nb::value_error(("there is no kernel " + family).c_str());
 }
 
-// All instances for a width: family, C++ expression, whether it is in the binary; then the C++ names of its types and
-// kind of zeros, and Python's name of the codebook.
+// All instances for a width: family, C++ expression, whether it is in the binary; then the names of the lhs and scale
+// types, the kind of zeros and the codebook, as in a record.
 nb::list ListInstances(int bits) {
   nb::list instances;
   for (const InstanceKey& key : InstancesOf(bits)) {
     instances.append(nb::make_tuple(NameOf(key.family), NameOf(key), IsAheadOfTime(key),
-                                    CudaName(key.lhs), CudaName(key.scale), CudaName(key.zero),
+                                    kElementTypeNames[static_cast<int>(key.lhs)],
+                                    kElementTypeNames[static_cast<int>(key.scale)],
+                                    kZeroKindNames[static_cast<int>(key.zero)],
                                     kCodebookNames[static_cast<int>(key.codebook)]));
   }
   return instances;

@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "cpu/attend_cpu.h"
 #include "cpu/qmm_cpu.h"
 #include "cuda/codebook.h"
 #include "cuda/extents.h"
@@ -379,6 +380,9 @@ NB_MODULE(_ffi, module) {
   module.def("max_partial_sums_bytes", &jaxlowbit::MaxPartialSumsBytes, nb::arg("rows"),
              nb::arg("columns"));
   module.attr("MAX_RMS_NORM_COLUMNS") = jaxlowbit::kMaxRmsNormColumns;
+  module.attr("MAX_ATTEND_HEAD_SIZE") = jaxlowbit::kMaxAttendHeadSize;
+  module.attr("MAX_ATTEND_SHARED") = jaxlowbit::kMaxAttendShared;
+  module.attr("MAX_CPU_ATTEND_HEAD_SIZE") = jaxlowbit::CpuAttend::kMaxHeadSize;
   module.attr("MAX_EXCHANGE_ROWS") = jaxlowbit::kMaxExchangeRows;
   module.attr("PLACE_ALIGNMENT") = jaxlowbit::kPlaceAlignment;
   module.attr("MAX_WORKSPACE_BYTES") = jaxlowbit::kMaxWorkspaceBytes;

@@ -9,12 +9,11 @@
 #include <cstdint>
 
 #include "cuda/gpu.h"
+#include "cuda/limits.h"
 #include "cuda/types.h"
 
 namespace jaxlowbit {
 
-inline constexpr int64_t kMaxAttendHeadSize = 256;  // a multiple of 8
-inline constexpr int64_t kMaxAttendShared = 16;     // query heads per key head
 inline constexpr int64_t kMaxAttendSlots = int64_t{1} << 30;
 inline constexpr int64_t kMaxAttendBatch = 65535;
 

@@ -25,7 +25,7 @@ SEQUENCE_TARGET = "jaxlowbit_sequence"
 ATTEND_TARGET = "jaxlowbit_attend"  # CPU only; on CUDA attention is a step
 TIMES_TARGET = "jaxlowbit_times"
 
-EXPORT_CHECKS = tuple(
+DISABLED_EXPORT_CHECKS = tuple(
     jax.export.DisabledSafetyCheck.custom_call(target)
     for target in (SEQUENCE_TARGET, ATTEND_TARGET)
 )
@@ -35,7 +35,7 @@ JAX guarantees compatibility only for its own calls and requires others to be al
 program exported by another version of the library raises when it runs.
 
 ```python
-jax.export.export(jax.jit(lambda x, q: x @ q), disabled_checks=EXPORT_CHECKS)(x, q)
+jax.export.export(jax.jit(lambda x, q: x @ q), disabled_checks=DISABLED_EXPORT_CHECKS)(x, q)
 ```
 """
 

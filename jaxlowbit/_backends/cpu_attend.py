@@ -7,8 +7,7 @@ from jax import Array
 
 from .._core.dtypes import FLOATS
 from . import call, extension
-
-_MOST_SIZE = 256  # as in `cpu/attend_cpu.h`
+from .extension import ffi
 
 
 def unsupported(dtype: jnp.dtype, *, head_size: int) -> str | None:
@@ -17,7 +16,8 @@ def unsupported(dtype: jnp.dtype, *, head_size: int) -> str | None:
         return reason
     if dtype not in FLOATS:
         return f"its kernel takes activations of {call.one_of(FLOATS)}"
-    return None if head_size <= _MOST_SIZE else f"its heads have up to {_MOST_SIZE} elements"
+    size = ffi.MAX_CPU_ATTEND_HEAD_SIZE
+    return None if head_size <= size else f"its heads have up to {size} elements"
 
 
 def attend(

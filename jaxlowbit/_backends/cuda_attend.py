@@ -14,10 +14,9 @@ from .extension import ffi
 from .target import local_gpus
 
 _DTYPES = (jnp.bfloat16, jnp.float16)
-_MOST_SHARED, _MOST_SIZE = 16, 256  # as in `cuda/ops/attend.h`
 # The kernel divides the slots into as many splits as fit the workspace, but never more than by
 # these limits: a split has at least this many slots, and this many CTAs fill any GPU.
-_LEAST_SLOTS, _MOST_SPLITS, _FEW_SPLITS, _MOST_CTAS = 32, 64, 4, 512
+_MIN_SLOTS, _MAX_SPLITS, _FEW_SPLITS, _MAX_CTAS = 32, 64, 4, 512
 
 
 def unsupported(dtype: jnp.dtype, *, heads: int, kv_heads: int, head_size: int) -> str | None:
@@ -26,10 +25,12 @@ def unsupported(dtype: jnp.dtype, *, heads: int, kv_heads: int, head_size: int) 
         return reason
     if dtype not in _DTYPES:
         return f"its kernel takes activations of {call.one_of(('bfloat16', 'float16'))}"
-    if head_size % 8 != 0 or head_size > _MOST_SIZE:
-        return f"its kernel takes heads of a multiple of 8 up to {_MOST_SIZE} elements"
-    if heads > _MOST_SHARED * kv_heads:
-        return f"its kernel takes up to {_MOST_SHARED} heads that share keys"
+    if head_size % 8 != 0 or head_size > ffi.MAX_ATTEND_HEAD_SIZE:
+        return (
+            f"its kernel takes heads of a multiple of 8 up to {ffi.MAX_ATTEND_HEAD_SIZE} elements"
+        )
+    if heads > ffi.MAX_ATTEND_SHARED * kv_heads:
+        return f"its kernel takes up to {ffi.MAX_ATTEND_SHARED} heads that share keys"
     gpus = local_gpus()
     return gpus.unfit if gpus.capabilities else "JAX sees no NVIDIA GPU"
 
@@ -135,6 +136,6 @@ def workspace_bytes(operands: Operands, options: Options) -> int:
     batch, heads, size = operands.query.shape
     if not isinstance(batch, int):  # symbolic
         return ffi.MAX_WORKSPACE_BYTES
-    fill = math.ceil(_MOST_CTAS / max(batch * operands.keys.shape[2], 1))
-    splits = min(_MOST_SPLITS, math.ceil(options.reach / _LEAST_SLOTS), max(_FEW_SPLITS, fill))
+    fill = math.ceil(_MAX_CTAS / max(batch * operands.keys.shape[2], 1))
+    splits = min(_MAX_SPLITS, math.ceil(options.reach / _MIN_SLOTS), max(_FEW_SPLITS, fill))
     return min(ffi.MAX_WORKSPACE_BYTES, 4 * batch * heads * splits * (size + 2))

@@ -22,7 +22,7 @@ def of_float_scales(product: Product) -> Product:
     @functools.wraps(product)
     def expanding(problem: Problem, *operands: Array, **options: Any) -> Array:
         ops = problem.named(operands)
-        if problem.format.scale != "super":
+        if problem.format.scale != "two_level":
             return product(problem, *operands, **options)
         packed, scale, zero = take(ops.packed, ops.scale, ops.zero, ops.index)
         permutation = ops.permutation

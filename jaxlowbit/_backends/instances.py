@@ -6,22 +6,12 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from .._core.activations import VALUES
+from .._core.activations import EXACT, VALUES
 from .._core.format import Format
 from . import selection
 from .cuda import HOPPER, parts_of
 from .extension import ffi
 from .selection import DeviceFacts
-
-_CUDA_NAMES = {"bfloat16": "__nv_bfloat16", "float16": "__half", "float32": "float"}
-_NARROW_SCALES = {
-    "e8m0": "jaxlowbit::E8m0",
-    "e4m3": "jaxlowbit::E4m3",
-    "int8": "int8_t",
-    "super": "jaxlowbit::Super",
-}
-_CUDA_NAMES |= {"int8": "int8_t", "float8_e4m3fn": "jaxlowbit::E4m3"}
-_ZEROS = {"none": "kNone", "integer": "kInteger", "float": "kFloat"}
 
 
 class Instance(NamedTuple):
@@ -45,33 +35,27 @@ def of_format(format: Format, lhs: jnp.dtype, scale: jnp.dtype, capability: int)
 
     Instances for small M read scales of two levels; all others have float scales.
     """
-    if format.scale == "super":
+    if format.scale == "two_level":
         floats = of_format(format.expanded, lhs, jnp.dtype("float32"), capability)
     else:
         floats = []
     sums = parts_of(lhs) > 1  # for float32 activations, supported by only one kernel
-    types = (
-        _CUDA_NAMES["bfloat16" if sums else str(lhs)],
-        _NARROW_SCALES[format.scale]
-        if format.scale is not None
-        else _CUDA_NAMES["float32" if sums else str(scale)],
-    )
+    scale = jnp.dtype("float32") if sums else scale
+    types_of = str(EXACT if sums else lhs), str(format.scale_dtype or scale)
     numbers = ffi.codebook(format.values)
     found = []
-    for family, expression, ahead_of_time, *own, zero, codebook in ffi.instances(format.bits):
-        takes = codebook == numbers and (
-            family.startswith("sm80") or zero.endswith(_ZEROS[format.zero])
-        )
-        runs = family.startswith("sm80") or capability == HOPPER
+    for family, expression, ahead_of_time, *types, zero, codebook in ffi.instances(format.bits):
+        old = family.startswith("sm80")  # reads every kind of zeros, on every GPU
         # For small M, the product rounds bfloat16 rows itself.
         rounds = "kRounds" in expression
-        wanted = (_CUDA_NAMES["bfloat16"], *types[1:]) if rounds else types
-        fits = (
-            tuple(own) == wanted
+        if (
+            not ahead_of_time
+            and codebook == numbers
+            and (old or (zero == format.zero and capability == HOPPER))
+            and tuple(types) == (str(EXACT) if rounds else types_of[0], types_of[1])
             and sums == ("kGroups" in expression)
             and (not rounds or lhs in VALUES)
-        )
-        if takes and runs and fits and not ahead_of_time:
+        ):
             found.append(Instance(family, expression))
     return found + floats
 

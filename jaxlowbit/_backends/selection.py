@@ -72,7 +72,7 @@ def choose(
     of two levels that no kernel reads in such a product. An 8-bit lhs is quantized activations with
     padded columns.
     """
-    if format.scale == "super" and not (
+    if format.scale == "two_level" and not (
         device.compute_capability == HOPPER and reads_super_blocks(lhs, batch * m, k, n, format)
     ):
         format, scale = format.expanded, jnp.dtype("float32")
@@ -90,7 +90,7 @@ def choose(
         batch=batch,
         lhs=str(lhs) if narrow or lhs == jnp.float16 else "bfloat16",
         float32_scale=scale != floats or parts > 1,  # `cuda.matmul` widens scales
-        narrow_scale=format.scale or "",
+        narrow_scale="super" if format.scale == "two_level" else format.scale or "",
         zero=format.zero,
         scale_accumulators=parts > 1,
         **variant,

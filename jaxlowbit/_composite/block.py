@@ -25,29 +25,29 @@ from .rms_norm import rms_norm
 def quantized_block(
     attended: Any,
     residual: Any,
+    *,
     out: QuantizedArray,
     norm: Any,
     gate_up: QuantizedArray,
     down: QuantizedArray,
-    *,
     following: tuple[Any, Sequence[QuantizedArray]] | None = None,
     activation: Activation = "silu",
     epsilon: float = 1e-5,
-    activation_dtype: Any = None,
+    lhs_qtype: Any = None,
     backend: Backend | None = None,
 ) -> Any:
     """Computes a transformer's block from its attention to the attention of the next block.
 
     ```
     x = residual + attended @ out
-    y = x + quantized_mlp(rms_norm(x) * norm, gate_up, down)
+    y = x + quantized_mlp(rms_norm(x) * norm, gate_up=gate_up, down=down)
     rms_norm(y) * following[0] @ each of following[1]
     ```
 
     with `rms_norm(x) = x / sqrt(mean(x**2) + epsilon)` over the last axis, in float32. Every
     product, sum and normalized row is rounded to the dtype of `attended`. On one NVIDIA GPU, and
     inside `jax.shard_map`, this is one custom call, in which each kernel reads its weights before
-    the previous one has ended; with an `activation_dtype`, only on Hopper, for bfloat16, if all
+    the previous one has ended; with an `lhs_qtype`, only on Hopper, for bfloat16, if all
     products run in 8 bits (`docs/activations.md`). On a CPU it is also one custom call, for every
     dtype, if no rows are rounded. Otherwise it is a composition of separate products: elsewhere, in
     the cases listed in `quantized_matmuls`, for rows that are longer than 16384 or not a multiple
@@ -64,7 +64,7 @@ def quantized_block(
     - `following`: scales (d,) and weights (d, n_i) of the next block's first normalization and
       products, such as queries, keys and values; None if nothing follows.
     - `epsilon`: a constant added to the mean square.
-    - `activation_dtype`: None, or `jnp.int8` or `jnp.float8_e4m3fn`, to round each row to before
+    - `lhs_qtype`: None, or `jnp.int8` or `jnp.float8_e4m3fn`, to round each row to before
       every product, with a scale per row (`quantize_activations`). Derivatives use the
       straight-through estimator.
     - `backend`: the backend of every product.
@@ -78,7 +78,8 @@ def quantized_block(
     gate_up = quantize(jnp.ones((2, 256, 512)), INT4)
     out, down = quantize(jnp.ones((128, 256)), INT4), quantize(jnp.ones((512, 256)), INT4)
     attended, x = jnp.ones((8, 128), jnp.bfloat16), jnp.ones((8, 256), jnp.bfloat16)
-    quantized_block(attended, x, out, jnp.ones(256), gate_up, down)
+    norm = jnp.ones(256)
+    quantized_block(attended, x, out=out, norm=norm, gate_up=gate_up, down=down)
     ```
     """
     caller = "quantized_block"
@@ -115,10 +116,10 @@ def quantized_block(
                 f"{shape}; pass the projection of this block."
             )
     options = Options.checked(caller, backend=backend)
-    if activation_dtype is not None:
-        activation_dtype = value_dtype(caller, "activation_dtype", activation_dtype)
+    if lhs_qtype is not None:
+        lhs_qtype = value_dtype(caller, "lhs_qtype", lhs_qtype)
     for weight in weights:
-        dtype = attended.dtype if activation_dtype is None else quantized_lhs.EXACT
+        dtype = attended.dtype if lhs_qtype is None else quantized_lhs.EXACT
         rows = jax.ShapeDtypeStruct((weight.k,), dtype)
         options.check("quantized_block", rows, weight)
     given = {"norm": norm} | ({} if following is None else {"following[0]": following_norm})
@@ -132,7 +133,7 @@ def quantized_block(
                 f"quantized_block: {name} has shape {scales.shape}, but there is a scale for each "
                 f"of the {d} features of residual; pass ({d},)."
             )
-    fields = {"activation": activation, "epsilon": epsilon, "dtype": activation_dtype}
+    fields = {"activation": activation, "epsilon": epsilon, "dtype": lhs_qtype}
     y, *products = run(_Block, (attended, residual), weights, options, norms, **fields)
     return y if following is None else (y, tuple(products))
 

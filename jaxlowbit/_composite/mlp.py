@@ -20,9 +20,9 @@ from .._matmul.product import multiply
 
 def quantized_mlp(
     lhs: Any,
+    *,
     gate_up: QuantizedArray,
     down: QuantizedArray,
-    *,
     activation: Activation = "silu",
     preferred_element_type: Any = None,
     precision: lax.DotAlgorithmPreset | None = None,
@@ -54,7 +54,7 @@ def quantized_mlp(
     ```python
     gate_up = quantize(jnp.ones((2, 256, 512)), INT4)
     down = quantize(jnp.ones((512, 256)), INT4)
-    quantized_mlp(jnp.ones((8, 256), jnp.bfloat16), gate_up, down)
+    quantized_mlp(jnp.ones((8, 256), jnp.bfloat16), gate_up=gate_up, down=down)
     ```
     """
     checks.quantized("quantized_mlp", "gate_up", gate_up, QuantizedArray)

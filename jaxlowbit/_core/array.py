@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.core import Tracer
 
 from . import (
     arraylike,
@@ -22,7 +21,9 @@ from . import (
     permutations,
     qarray,
     scales,
+    sharding,
     super_blocks,
+    versions,
 )
 from .activations import QuantizedActivations
 from .dequantize import codes_of, dequantize, in_units, of_codes, per_row, take
@@ -50,7 +51,7 @@ class QuantizedArray:
     - `packed`: uint32 (..., n_blocks, k_blocks, 128 * bits), `docs/layout.md`.
     - `scale`: float32, bfloat16 or float16, or the dtype of 8-bit scales, (..., n_blocks, groups,
       64), with groups for the padded k; finite in the padding. Integer scales, int8, are from 0 to
-      `format.most_scale`. Scales of two levels have rows of bytes, for the groups and for the
+      `format.max_scale`. Scales of two levels have rows of bytes, for the groups and for the
       floats of each super-block, in place of groups (`docs/layout.md`).
     - `zero`: None, uint8 (`zero="integer"`) or the dtype of scale (`zero="float"`), same shape.
     - `index`: None, or int32: this array is a view of a stack (see `select`).
@@ -138,15 +139,7 @@ class QuantizedArray:
         **Raises:** `ValueError` with the version, or the dtype, found.
         """
         arraylike.check_dtypes(self)
-        if isinstance(self.version, Tracer) or not hasattr(self.version, "__array__"):
-            return
-        found = _local(self.version)
-        if (found != layout.VERSION).any():
-            raise ValueError(
-                "QuantizedArray: the words were packed with layout version "
-                f"{np.unique(found).tolist()}, but this library reads version {layout.VERSION}; "
-                "quantize the weights again, or use the library that wrote them."
-            )
+        versions.check(self.version)
 
     def check_permutation(self) -> None:
         """Raises if the permutation is not an order of the rows. Does nothing while tracing.
@@ -307,6 +300,36 @@ class QuantizedArray:
             )
         return self._with(index=indexing.saturated(index))
 
+    def partition_spec(
+        self, mesh: Any, *, k: Any = None, n: Any = None, lead: Any = ()
+    ) -> "QuantizedArray":
+        """The `jax.P` of each leaf, for a matrix sharded as `jax.P(*lead, k, n)` on `mesh`.
+
+        A part must have whole atoms of 64 x 64, or be padded by `quantize(..., shards=...)`. Scales
+        and zeros are sharded like their words, except that every device has all groups if a part of
+        k ends inside one, and all of a permutation that crosses parts of k. The array may also be
+        the result of `jax.eval_shape`.
+
+        **Arguments:**
+
+        - `mesh`: a `jax.sharding.Mesh` or `AbstractMesh`.
+        - `k`, `n`: a mesh axis, a tuple of them, or None.
+        - `lead`: one such entry for each leading axis, or fewer.
+
+        **Returns:** a tree like the array, for `in_specs` of `jax.shard_map` and, converted to
+        `NamedSharding`s, for `jax.device_put` and `jax.jit`.
+
+        **Raises:** `TypeError` if `mesh` is not a mesh; `ValueError` for parts of k or n that are
+        not whole parts of the words, for axes that the mesh does not have or that occur twice, and
+        for a view made by `select`.
+
+        ```python
+        specs = q.partition_spec(mesh, n="model")
+        q = jax.device_put(q, jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), specs))
+        ```
+        """
+        return sharding.partition_spec(self, mesh, k=k, n=n, lead=lead)
+
     def __rmatmul__(self, lhs: Any) -> Array:
         quantized = isinstance(lhs, QuantizedActivations)
         return self._multiply(lhs if quantized else jnp.asarray(lhs), self)
@@ -398,6 +421,7 @@ class QuantizedArray:
         format: Format | str,
         shards: tuple[int, int] = (1, 1),
         permutation: Any = None,
+        g_idx: Any = None,
         tensor_scale: Any = None,
         super_scale: Any = None,
     ) -> "QuantizedArray":
@@ -410,27 +434,33 @@ class QuantizedArray:
           of an 8-bit float, floats of its dtype.
         - `scale`: finite floats (..., ceil(k / group_size), n), or (..., 1, n) for `group_size=-1`;
           8-bit scales in the format's dtype or as bits, uint8; with `format.scale="int8"`
-          integers from 0 to `format.most_scale`, with `"super"` from -128 to 127, clipped to this
-          range inside `jax.jit`.
+          integers from 0 to `format.max_scale`, with `"two_level"` from -128 to 127, clipped to
+          this range inside `jax.jit`.
         - `zero`: None, integers in the same convention as `values` (`format.zero="integer"`) or
-          floats to add (`"float"`, with unsigned values), with `format.scale="super"` integers from
-          -128 to 127; the shape of `scale`.
+          floats to add (`"float"`, with unsigned values), with `format.scale="two_level"` integers
+          from -128 to 127; the shape of `scale`.
         - `format`: the format, or its name; its width must fit every value, and a codebook must
           have a finite number for each.
         - `shards`: as for `quantize`; scale and zero then have the groups of each part of k, one
           part after the other.
         - `permutation`: None, or integers (..., k) or (k,), the order in which the rows of `values`
-          are stored. Groups are consecutive in that order: see `group_permutation`.
+          are stored. Groups are consecutive in that order.
+        - `g_idx`: None, or concrete integers (..., k) or (k,): the group of each row, as GPTQ's
+          checkpoints with `desc_act` (`act-order`) store it. Determines the permutation: the rows
+          of a group are stored consecutively, in their order in `values`; no permutation if they
+          are consecutive in `values`. With shards, the rows of a part of k have its groups.
         - `tensor_scale`: None, or, with `format.scale="e4m3"`, finite floats (...), the factor of
           each matrix; with `"int8"` (..., n), the factor of each channel; or one number for all.
-        - `super_scale`: None, or, with `format.scale="super"`, finite floats (..., ceil(k / 256),
-          n), stored in float16, which multiply the integers of `scale`; with float zeros a pair,
-          the second of which multiplies the integers of `zero`. With shards, those of each part
-          of k, one part after the other.
+        - `super_scale`: None, or, with `format.scale="two_level"`, finite floats
+          (..., ceil(k / 256), n), stored in float16, which multiply the integers of `scale`; with
+          float zeros a pair, the second of which multiplies the integers of `zero`. With shards,
+          those of each part of k, one part after the other.
 
-        **Raises:** `ValueError` for wrong shapes or dtypes, for an invalid permutation, and,
-        outside `jax.jit`, for values that do not fit the width (clipped inside) and for scales and
-        float zeros that are not finite, before or after rounding to the dtype of the scales.
+        **Raises:** `ValueError` for wrong shapes or dtypes, for an invalid permutation, for groups
+        in `g_idx` of another number of rows than `format.group_size` (the last group: the rest),
+        and, outside `jax.jit`, for values that do not fit the width (clipped inside) and for scales
+        and float zeros that are not finite, before or after rounding to the dtype of the scales;
+        `TypeError` for a traced `g_idx`.
 
         ```python
         q = jnp.array([[-8, 7]], jnp.int4)
@@ -446,6 +476,7 @@ class QuantizedArray:
             format=format,
             shards=shards,
             permutation=permutation,
+            g_idx=g_idx,
             tensor_scale=tensor_scale,
             super_scale=super_scale,
         )
@@ -546,13 +577,6 @@ class QuantizedArray:
     def _with(self, **changes: Any) -> "QuantizedArray":
         """`dataclasses.replace` without checks, for fields that are checked or need none."""
         return self._unchecked(vars(self) | changes)
-
-
-def _local(array: Any) -> np.ndarray:
-    """Returns this process's values of a concrete array; JAX keeps a copy of them."""
-    if isinstance(array, Array) and not (array.is_fully_addressable or array.is_fully_replicated):
-        return np.array([x for shard in array.addressable_shards for x in np.ravel(shard.data)])
-    return np.asarray(array)
 
 
 # A separate program outside of `jax.jit`, inlined inside.

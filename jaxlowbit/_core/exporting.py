@@ -25,7 +25,7 @@ SUPER_FORM = 4
 
 _FORMS = (FORM, CODEBOOK_FORM, SCALE_FORM, SUPER_FORM)
 
-REMEDY = "Export by jax.export.export(..., disabled_checks=jaxlowbit.EXPORT_CHECKS)"
+REMEDY = "Export by jax.export.export(..., disabled_checks=jaxlowbit.DISABLED_EXPORT_CHECKS)"
 _AGAIN = "export the program again with this library, or load it with the one that exported it."
 
 
@@ -53,7 +53,7 @@ def _stored(static: tuple[Any, ...]) -> bytes:
     format, k, n, shards = static
     form = FORM if format.codebook is None else CODEBOOK_FORM
     if format.scale is not None:
-        form = SUPER_FORM if format.scale == "super" else SCALE_FORM
+        form = SUPER_FORM if format.scale == "two_level" else SCALE_FORM
     fields = {
         "form": form,
         "layout": layout.VERSION,  # a program without custom calls unpacks words itself

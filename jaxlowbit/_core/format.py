@@ -20,7 +20,7 @@ SCALES = {
     "e8m0": jnp.dtype("float8_e8m0fnu"),
     "e4m3": jnp.dtype("float8_e4m3fn"),
     "int8": jnp.dtype("int8"),
-    "super": jnp.dtype("uint8"),
+    "two_level": jnp.dtype("uint8"),
 }
 """The dtypes of 8-bit scales by name."""
 SUPER_BLOCK = 256
@@ -44,8 +44,8 @@ class Format:
     specification 1.0 (`"e8m0"`) or NVIDIA's NVFP4 (`"e4m3"`); with the latter each matrix has a
     tensor scale t, and a weight is `codebook[q] * s * t`. Integer scales (`"int8"`) follow QServe's
     progressive quantization (Lin et al., 2024): each channel has a scale t, and a weight is
-    `(q - 2**(bits - 1)) * s`, an 8-bit integer, times t. Scales of two levels (`"super"`) are the
-    K types of ggml (llama.cpp): s, and likewise b, is an 8-bit integer times a float16 of its
+    `(q - 2**(bits - 1)) * s`, an 8-bit integer, times t. Scales of two levels (`"two_level"`) are
+    the K types of ggml (llama.cpp): s, and likewise b, is an 8-bit integer times a float16 of its
     super-block of 256 input features.
 
     **Arguments:**
@@ -59,9 +59,9 @@ class Format:
       values, finite and not rounded to 0 in float32, in any order. A codebook excludes a zero.
     - `scale`: None for scales of float32, bfloat16 or float16; `"e8m0"` for powers of two in 8
       bits, 2^-127 to 2^127; `"e4m3"` for 8-bit floats up to 448 with a float32 tensor scale;
-      `"int8"`, for integer formats of 2 to 4 bits, for integers from 0 to `most_scale` with a
-      float32 scale per channel. These three exclude a zero. `"super"` for scales of two levels, in
-      groups of 16, 32, 64 or 128, with float zeros or none.
+      `"int8"`, for integer formats of 2 to 4 bits, for integers from 0 to `max_scale` with a
+      float32 scale per channel. These three exclude a zero. `"two_level"` for scales of two levels,
+      in groups of 16, 32, 64 or 128, with float zeros or none.
 
     **Raises:** `ValueError` for a width, group size, zero, codebook or scale outside these rules,
     `TypeError` for a codebook that is neither a name nor numbers, and a scale that is not a name.
@@ -71,7 +71,7 @@ class Format:
     INT4.replace(group_size=64)
     Format(bits=2, group_size=64, codebook=(-1.5, -0.4, 0.4, 1.5))
     Format(bits=4, group_size=32, codebook="e2m1", scale="e8m0")  # MXFP4
-    Format(bits=4, group_size=32, zero="float", scale="super")  # Q4_K
+    Format(bits=4, group_size=32, zero="float", scale="two_level")  # Q4_K
     ```
     """
 
@@ -79,7 +79,7 @@ class Format:
     group_size: int = -1
     zero: Zero = "none"
     codebook: str | Sequence[float] | None = None
-    scale: Literal["e8m0", "e4m3", "int8", "super"] | None = None
+    scale: Literal["e8m0", "e4m3", "int8", "two_level"] | None = None
 
     def __post_init__(self) -> None:
         for name in ("bits", "group_size"):
@@ -95,7 +95,7 @@ class Format:
             )
         choice("Format", "zero", self.zero, _ZEROS)
         choice("Format", "scale", self.scale, tuple(SCALES), optional=True)
-        if self.scale == "super":
+        if self.scale == "two_level":
             self._check_super_blocks()
         elif self.scale is not None and self.zero != "none":
             raise ValueError(
@@ -122,14 +122,14 @@ class Format:
         size = self.group_size
         if size < 0 or size >= SUPER_BLOCK or SUPER_BLOCK % size:
             raise ValueError(
-                f"Format: group_size={size} beside scale='super', but a super-block of "
+                f"Format: group_size={size} beside scale='two_level', but a super-block of "
                 f"{SUPER_BLOCK} input features has whole groups; use 16, 32, 64 or 128, or leave "
                 "scale out."
             )
         if self.zero == "integer":
             raise ValueError(
-                "Format: zero='integer' beside scale='super', whose zeros are floats as its scales "
-                "are; use zero='float' or leave one of them out."
+                "Format: zero='integer' beside scale='two_level', whose zeros are floats as its "
+                "scales are; use zero='float' or leave one of them out."
             )
 
     def replace(self, **changes: Any) -> "Format":
@@ -155,7 +155,7 @@ class Format:
     def scale_span(self) -> int:
         """Number of consecutive input features whose scales must stay together: a group or a
         super-block; -1 for all."""
-        return SUPER_BLOCK if self.scale == "super" else self.group_size
+        return SUPER_BLOCK if self.scale == "two_level" else self.group_size
 
     @property
     def shard_unit(self) -> int:
@@ -167,7 +167,7 @@ class Format:
     def expanded(self) -> "Format":
         """The format with a float scale per group in place of scales of two levels; other formats
         unchanged."""
-        return self.replace(scale=None) if self.scale == "super" else self
+        return self.replace(scale=None) if self.scale == "two_level" else self
 
     @property
     def has_tensor_scale(self) -> bool:
@@ -181,16 +181,16 @@ class Format:
         return self.scale == "int8"
 
     @property
-    def most_scale(self) -> int:
+    def max_scale(self) -> int:
         """The maximum integer scale: its product with any quantized value fits 8 bits."""
         return 128 // self.offset
 
     @property
-    def most_integer(self) -> int:
+    def max_integer(self) -> int:
         """The largest magnitude of the integers that a float scale multiplies: quantized values
         less their zero, times integer scales."""
         if self.scales_channels:
-            return self.offset * self.most_scale
+            return self.offset * self.max_scale
         return self.offset if self.zero == "none" else 2**self.bits - 1
 
     @property
@@ -275,8 +275,8 @@ _CODEBOOK = re.compile(rf"({'|'.join(CODEBOOKS)})(?:-(?:g(\d+)|(channel)))?{_SCA
 _NAMES = (
     "'int4' (groups of 128), 'int8' (one scale per channel), 'uint4' (with an integer zero), "
     "'int4-g64', 'int4-channel', 'int3-g32-float', 'int4-int8' (scales that are integers), "
-    "'int4-g32-float-super' (scales of two levels), 'nf4' (groups of 64), 'e4m3-channel', 'mxfp4', "
-    "'mxfp8', 'nvfp4' or 'e5m2-g32-e8m0'"
+    "'int4-g32-float-two_level' (scales of two levels), 'nf4' (groups of 64), 'e4m3-channel', "
+    "'mxfp4', 'mxfp8', 'nvfp4' or 'e5m2-g32-e8m0'"
 )
 
 

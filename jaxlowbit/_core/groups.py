@@ -113,7 +113,7 @@ class Groups:
         format, (k, n) = self.format, self._shape[-2:]
         values = self.values if values is None else values
         stored, stored_zero = scales.stored(scale, format), zero
-        if format.scale == "super":
+        if format.scale == "two_level":
             stored, stored_zero, scale, zero = scales.two_levels(scale, zero, format)
         qvalue = scales.qvalue(values, scale, zero, format)
         *lead, groups, size, columns = qvalue.shape
@@ -145,7 +145,7 @@ def scale_dtype_of(format: Format, given: Any, weight: Array) -> Any:
             f"quantize: scale_dtype is {checks.brief(given)}, but the format has {format.scale} "
             "scales; leave scale_dtype out, or scale out of the format."
         )
-    if format.scale == "super":
+    if format.scale == "two_level":
         return jnp.dtype("float32")  # rounded to two levels afterwards
     if format.scale is not None:
         return format.scale_dtype

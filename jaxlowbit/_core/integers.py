@@ -36,6 +36,7 @@ def checked(
     format: Format,
     shards: tuple[int, int],
     permutation: Any,
+    g_idx: Any,
     tensor_scale: Any,
     super_scale: Any,
 ) -> Groups:
@@ -44,7 +45,7 @@ def checked(
     **Raises:** as `QuantizedArray.from_integers`.
     """
     values = checks.integers("from_integers", "values", values, "integers (..., k, n)")
-    if format.scale == "super":
+    if format.scale == "two_level":
         what = "integers (..., groups, n)"
         scale = checks.integers("from_integers", "scale", scale, what)
     else:
@@ -87,7 +88,7 @@ def checked(
                 f"{values.shape} in groups of {size} need {(*lead, groups, n)}, with shards="
                 f"{shards!r}."
             )
-    if format.scale != "super":
+    if format.scale != "two_level":
         floats, _ = floats_of(scale, format)
         checks.finite("from_integers", "scale", floats, "no weight comes of them. Repair them")
     tensor_scale = _tensor_scale(tensor_scale, tuple(lead), n, format)
@@ -96,6 +97,13 @@ def checked(
     if zero is not None:
         zero = _integer_or_float_zero(zero, values, scale, format)
     qvalue = _qvalue("values", values, format)
+    if g_idx is not None:
+        if permutation is not None:
+            raise ValueError(
+                "from_integers: permutation and g_idx are both given, but g_idx determines the "
+                "order of the rows; pass one of them."
+            )
+        permutation = permutations.of_groups("from_integers", g_idx, qvalue.shape, size, parts)
     if permutation is not None:
         permutation = permutations.checked("from_integers", permutation, qvalue.shape, parts)
         qvalue = permutations.permute(qvalue, permutation, shards=parts, axis=-2)
@@ -109,7 +117,7 @@ def checked(
         None if array is None else spread(array, 0 if size == -1 else unit // size)
         for array in (scale, zero)
     )
-    if format.scale == "super":
+    if format.scale == "two_level":
         own = [spread(array, unit // SUPER_BLOCK) for array in super_floats]
         scale = super_blocks.packed(scale, own[0], format)
         zero = None if zero is None else super_blocks.packed(zero, own[1], format)
@@ -148,7 +156,7 @@ def of_blocks(values: Any, scale: Any, block_size: Any) -> tuple[Any, Any, Forma
             "(n, k)."
         )
     narrow = next((name for name, dtype in SCALES.items() if scale.dtype == dtype), None)
-    if narrow in ("e4m3", "int8", "super") or not jnp.issubdtype(scale.dtype, jnp.floating):
+    if narrow in ("e4m3", "int8", "two_level") or not jnp.issubdtype(scale.dtype, jnp.floating):
         raise ValueError(
             f"from_blocks: scale is {scale.dtype}, but it is of floats, or float8_e8m0fnu; cast it."
         )
@@ -161,7 +169,7 @@ def of_blocks(values: Any, scale: Any, block_size: Any) -> tuple[Any, Any, Forma
 
 def _narrow(name: str, scale: Any, format: Format) -> Array:
     """8-bit scales as bits, which can be padded; integers of two levels as int8."""
-    if format.scale == "super":
+    if format.scale == "two_level":
         if not jnp.issubdtype(scale.dtype, jnp.integer):
             raise ValueError(
                 f"from_integers: {name} is {scale.dtype}, but of two levels it is integers of 8 "
@@ -180,12 +188,12 @@ def _narrow(name: str, scale: Any, format: Format) -> Array:
     if scale.size and not isinstance(scale, Tracer):
         with jax.ensure_compile_time_eval():  # they may be constants of a traced function
             least, most = int(scale.min()), int(scale.max())
-        if least < 0 or most > format.most_scale:
+        if least < 0 or most > format.max_scale:
             raise ValueError(
                 f"from_integers: scale reaches from {least} to {most}, but scales of integers of "
-                f"{format.bits} bits are from 0 to {format.most_scale}; use a larger tensor_scale."
+                f"{format.bits} bits are from 0 to {format.max_scale}; use a larger tensor_scale."
             )
-    return jnp.clip(scale, 0, format.most_scale).astype(jnp.uint8)
+    return jnp.clip(scale, 0, format.max_scale).astype(jnp.uint8)
 
 
 def _check_range(name: str, integers: Any, low: int, high: int) -> None:
@@ -203,7 +211,7 @@ def _check_range(name: str, integers: Any, low: int, high: int) -> None:
 
 def _super_scale(given: Any, shape: tuple[int, ...], format: Format) -> list[Array]:
     """The float16 factors of super-blocks for integer scales and zeros."""
-    if (given is not None) != (format.scale == "super"):
+    if (given is not None) != (format.scale == "two_level"):
         raise ValueError(
             f"from_integers: format.scale is {format.scale!r}, but super_scale is "
             f"{'missing' if given is None else 'given'}; make the two agree."
@@ -294,7 +302,7 @@ def _counts(values: Any, format: Format) -> Any:
 def _integer_or_float_zero(zero: Any, values: Any, scale: Array, format: Format) -> Array:
     """The zero to store: integers in the convention of `values`, or floats for unsigned values."""
     unsigned = jnp.issubdtype(values.dtype, jnp.unsignedinteger)
-    if format.scale == "super":
+    if format.scale == "two_level":
         if not unsigned:
             raise ValueError(
                 f"from_integers: with format.zero='float', values are unsigned codes, but they are "

@@ -61,61 +61,50 @@ def selected(permutation: Array, index: Array | None) -> Array:
     return permutation[indexing.positions(index, permutation.shape[0])]
 
 
-def group_permutation(group_index: Any, group_size: int) -> Array | None:
-    """The order of rows that makes the groups of GPTQ's `g_idx` consecutive.
+def of_groups(
+    caller: str, g_idx: Any, shape: tuple[int, ...], group_size: int, shards: int
+) -> np.ndarray | None:
+    """The order of rows that makes the groups of GPTQ's `g_idx` consecutive, stable within each.
 
     Checkpoints quantized in order of activation (`desc_act`, the `act-order` option of GPTQ's
     reference code, Frantar et al., 2023) keep rows in the original order and store the group of
-    each. Here the rows of a group must be consecutive, so they are stored in the order returned,
-    which is stable within a group.
+    each. `shape` is (..., k, n); the groups of each part of k follow those of the part before it.
 
-    **Arguments:**
+    **Returns:** integers (..., k) or (k,), counted in each part; None if rows are in that order.
 
-    - `group_index`: concrete integers (..., k), the group of each row.
-    - `group_size`: the group size of the format; -1 for one group.
-
-    **Returns:** int32 (..., k) for `permutation=` of `QuantizedArray.from_integers`; None if the
-    rows are already in that order.
-
-    **Raises:** `ValueError` if a group other than the last does not have `group_size` rows, or if
-    the last one does not have the rest.
-
-    ```python
-    values, scale = jnp.zeros((256, 64), jnp.int8), jnp.ones((2, 64))
-    permutation = group_permutation(jnp.arange(256) % 2, 128)
-    QuantizedArray.from_integers(values, scale, format=INT4, permutation=permutation)
-    ```
+    **Raises:** as `QuantizedArray.from_integers`.
     """
-    caller = "group_permutation"
-    if isinstance(group_index, Tracer):
+    if isinstance(g_idx, Tracer):
         raise TypeError(
-            f"{caller}: group_index is traced, but the order depends on its values; call it "
+            f"{caller}: g_idx is traced, but the order of rows depends on its values; call it "
             "outside of jax.jit."
         )
-    found = np.asarray(checks.integers(caller, "group_index", group_index, "integers (..., k)"))
-    if not (isinstance(group_size, int | np.integer) and group_size == -1):
-        rule = "the rows of a group, from 1 on, or -1 for one group"
-        group_size = checks.integer(caller, "group_size", group_size, rule)
-    if not np.issubdtype(found.dtype, np.integer) or found.ndim == 0:
+    found = np.asarray(checks.integers(caller, "g_idx", g_idx, "integers (..., k)"))
+    if not np.issubdtype(found.dtype, np.integer) or found.shape not in (shape[-2:-1], shape[:-1]):
         raise ValueError(
-            f"group_permutation: group_index is {found.dtype}{found.shape}, but it has the number "
-            "of its group for each row, integers (..., k)."
+            f"{caller}: g_idx is {found.dtype}{found.shape}, but it has the number of its group "
+            f"for each row, integers {shape[:-1]} for values of shape {shape}, or {shape[-2:-1]} "
+            "for all leading axes."
         )
-    k = found.shape[-1]
-    order = np.argsort(found, axis=-1, kind="stable")
-    groups = np.arange(k) // (k if group_size == -1 else group_size)
-    ordered = np.take_along_axis(found, order, -1)
+    rows = shape[-2] // shards
+    size = rows if group_size == -1 else group_size
+    parts = found.reshape(*found.shape[:-1], shards, rows)
+    order = np.argsort(parts, axis=-1, kind="stable")
+    groups = np.arange(rows) // size + -(-rows // size) * np.arange(shards)[:, None]
+    groups = np.broadcast_to(groups, parts.shape)
+    ordered = np.take_along_axis(parts, order, -1)
     wrong = np.argwhere(ordered != groups)
     if wrong.size:
         at = tuple(wrong[0])
-        group = int(min(groups[at[-1]], ordered[at]))
-        rows = int(np.sum(found[at[:-1]] == group))
+        group = int(min(groups[at], ordered[at]))
+        count, needed = (int(np.sum(x[at[:-1]] == group)) for x in (parts, groups))
+        of_part = f" of part {at[-2]} of k" if shards > 1 else ""
         raise ValueError(
-            f"group_permutation: group {group} has {rows} rows, but {k} rows in groups of "
-            f"{group_size} make it {int(np.sum(groups == group))}; use the group_size with which "
-            "the weight was quantized."
+            f"{caller}: group {group} of g_idx has {count} rows, but {rows} rows{of_part} in "
+            f"groups of {group_size} make it {needed}; use the group_size with which the weight "
+            "was quantized."
         )
-    return None if np.all(order == np.arange(k)) else jnp.asarray(order, jnp.int32)
+    return None if np.all(order == np.arange(rows)) else order.reshape(found.shape)
 
 
 def checked(caller: str, permutation: Any, shape: tuple[int, ...], shards: int) -> Array:

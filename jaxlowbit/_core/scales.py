@@ -35,7 +35,7 @@ def of_tensor(grouped: Array, format: Format) -> Array:
     """The tensor scale (...), per channel (..., n): the largest group gets the maximum scale."""
     reach = jnp.max(jnp.abs(grouped), axis=(-3, -2) if format.scales_channels else (-3, -2, -1))
     if format.scales_channels:
-        most = float((format.offset - 1) * format.most_scale)
+        most = float((format.offset - 1) * format.max_scale)
     else:
         most = float(np.abs(_numbers(format)).max()) * float(jnp.finfo(_E4M3).max)
     return jnp.where(reach >= _SMALLEST, jnp.maximum(reach / most, least(jnp.float32)), 1.0)
@@ -194,7 +194,7 @@ def fit(low: Array, high: Array, format: Format, dtype: Any) -> tuple[Array, Arr
     levels = 2**format.bits - 1
     if dtype == _INT8:
         extent = jnp.maximum(-low, high)
-        steps = jnp.clip(jnp.ceil(extent / (levels // 2)), 1, format.most_scale)
+        steps = jnp.clip(jnp.ceil(extent / (levels // 2)), 1, format.max_scale)
         return jnp.where(extent >= _SMALLEST, steps, empty), None
     if format.zero == "none":
         return _scale(jnp.maximum(-low, high), levels // 2, dtype, empty), None
@@ -213,7 +213,7 @@ def _scale_of_zeros(format: Format) -> float:
     factor, or count as a scale too small for its group.
     """
     has_zero = format.codebook is None or 0 in format.values
-    return 1.0 if has_zero and format.scale not in ("super", "int8") else 0.0
+    return 1.0 if has_zero and format.scale not in ("two_level", "int8") else 0.0
 
 
 def _numbers(format: Format) -> np.ndarray:

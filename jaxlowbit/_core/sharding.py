@@ -1,4 +1,4 @@
-"""`partition_spec`: shardings of the leaves of a quantized matrix."""
+"""Shardings of the leaves of a quantized matrix, a `QuantizedArray`."""
 
 import math
 from collections.abc import Sequence
@@ -6,40 +6,12 @@ from typing import Any, NamedTuple
 
 import jax
 
-from . import checks, layout, padding
-from .array import QuantizedArray
+from . import layout, padding
 from .checks import brief
 
 
-def partition_spec(
-    array: QuantizedArray, mesh: Any, *, k: Any = None, n: Any = None, lead: Any = ()
-) -> QuantizedArray:
-    """The `jax.P` of each leaf of `array`, for a matrix sharded as `jax.P(*lead, k, n)` on `mesh`.
-
-    A part must have whole atoms of 64 x 64, or be padded by `quantize(..., shards=...)`. Scales and
-    zeros are sharded like their words, except that every device has all groups if a part of k ends
-    inside one, and all of a permutation that crosses parts of k.
-
-    **Arguments:**
-
-    - `array`: the array, or the result of `jax.eval_shape`.
-    - `mesh`: a `jax.sharding.Mesh` or `AbstractMesh`.
-    - `k`, `n`: a mesh axis, a tuple of them, or None.
-    - `lead`: one such entry for each leading axis, or fewer.
-
-    **Returns:** a tree like `array`, for `in_specs` of `jax.shard_map` and, converted to
-    `NamedSharding`s, for `jax.device_put` and `jax.jit`.
-
-    **Raises:** `TypeError` for arguments that are not a quantized array or mesh; `ValueError` for
-    parts of k or n that are not whole parts of the words, for axes that the mesh does not have or
-    that occur twice, and for a view made by `select`.
-
-    ```python
-    specs = partition_spec(q, mesh, n="model")
-    q = jax.device_put(q, jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), specs))
-    ```
-    """
-    checks.quantized("partition_spec", "array", array, QuantizedArray)
+def partition_spec(array: Any, mesh: Any, *, k: Any, n: Any, lead: Any) -> Any:
+    """`QuantizedArray.partition_spec`."""
     _check_axes(array, mesh, {"k": k, "n": n}, lead)
     if array.index is not None:
         raise ValueError(
@@ -49,7 +21,7 @@ def partition_spec(
     return leaf_specs(array, k=k, n=n, lead=lead, own=own_parts(array, mesh, k, n))
 
 
-def _check_axes(array: QuantizedArray, mesh: Any, own: dict[str, Any], lead: Any) -> None:
+def _check_axes(array: Any, mesh: Any, own: dict[str, Any], lead: Any) -> None:
     """Raises for entries that are not axes of the mesh, or that use an axis twice."""
     if not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh):
         raise TypeError(
@@ -85,7 +57,7 @@ class Own(NamedTuple):
     order: bool
 
 
-def leaf_specs(array: QuantizedArray, *, k: Any, n: Any, lead: Any, own: Own) -> QuantizedArray:
+def leaf_specs(array: Any, *, k: Any, n: Any, lead: Any, own: Own) -> Any:
     """Puts the entries k, n and lead of a matrix on the corresponding axes of its leaves.
 
     Leaves that no part of k owns are not split along k.
@@ -99,10 +71,10 @@ def leaf_specs(array: QuantizedArray, *, k: Any, n: Any, lead: Any, own: Own) ->
     if array.format.has_tensor_scale:
         unit = jax.P(*lead, n) if array.format.scales_channels else matrix
     leaves = (jax.P(*lead, n, k, None), groups, zero, None, order, matrix, unit)
-    return QuantizedArray.tree_unflatten(array.tree_flatten()[1], leaves)
+    return array.tree_unflatten(array.tree_flatten()[1], leaves)
 
 
-def own_parts(array: QuantizedArray, mesh: Any, k: Any, n: Any) -> Own:
+def own_parts(array: Any, mesh: Any, k: Any, n: Any) -> Own:
     """The leaves that each part of k on a mesh owns; raises for parts that are not whole atoms."""
     size = array.format.scale_span
     n_blocks, k_blocks, _ = array.packed.shape[-3:]
@@ -113,7 +85,7 @@ def own_parts(array: QuantizedArray, mesh: Any, k: Any, n: Any) -> Own:
     return Own(groups, array.shards[0] % (k_blocks // part) == 0)
 
 
-def own_parts_anywhere(array: QuantizedArray) -> Own:
+def own_parts_anywhere(array: Any) -> Own:
     """The leaves that parts of k own for any split into whole atoms or shards."""
     size, sharded = array.format.scale_span, array.shards[0] > 1
     return Own(size != -1 and (sharded or layout.ATOM % size == 0), sharded)

@@ -25,7 +25,7 @@ def scale_shape(k: int, n: int, format: Format) -> tuple[int, int, int]:
     """The shape of the scales of a (k, n) matrix: (n_blocks, groups, 64), with rows of bytes in
     place of groups for two levels."""
     blocks, groups, channels = layout.groups_shape(k, n, format.group_size)
-    if format.scale == "super":
+    if format.scale == "two_level":
         groups = num_blocks(layout.blocks(k) * layout.ATOM) * (_groups(format) + _FLOAT_ROWS)
     return blocks, groups, channels
 
@@ -65,7 +65,7 @@ def expanded(
 ) -> tuple[Array, Array | None, Format]:
     """Expands two-level scales and zeros of a matrix with `rows` rows exactly to float32, one per
     group, and returns them with the matching format. Other scales are returned unchanged."""
-    if format.scale != "super":
+    if format.scale != "two_level":
         return scale, zero, format
     groups = layout.num_groups(rows, format.group_size)
 

@@ -45,12 +45,12 @@ def check_options(caller: str, options: Mapping[str, Any]) -> None:
             checks.compute_dtype(caller, name, value)
 
 
-def activation_dtype(caller: str, value: Any) -> Any:
+def lhs_qtype(caller: str, value: Any) -> Any:
     """Returns a dtype of quantized activations, or None.
 
     **Raises:** `TypeError` for a value that names no dtype, `ValueError` for another dtype.
     """
-    return None if value is None else value_dtype(caller, "activation_dtype", value)
+    return None if value is None else value_dtype(caller, "lhs_qtype", value)
 
 
 def sizes(caller: str, name: str, value: Any) -> tuple[int, ...]:

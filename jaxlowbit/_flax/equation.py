@@ -215,7 +215,7 @@ class Equation:
         kernel: QuantizedArray,
         bias: Array | None = None,
         *,
-        activation_dtype: Any = None,
+        lhs_qtype: Any = None,
         preferred_element_type: Any = None,
     ) -> Array:
         """The result of the equation. A bias of `bias_shape` is added before it is rounded.
@@ -242,7 +242,7 @@ class Equation:
             lhs,
             kernel,
             bias=bias,
-            activation_dtype=activation_dtype,
+            lhs_qtype=lhs_qtype,
             preferred_element_type=preferred_element_type,
         )
         out = out.reshape(*lead, *row_sizes, *(sizes[x] for x in features))

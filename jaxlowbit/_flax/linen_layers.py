@@ -43,7 +43,7 @@ def _multiply(
             inputs,
             kernel,
             bias,
-            activation_dtype=packing.activation_dtype,
+            lhs_qtype=packing.lhs_qtype,
             preferred_element_type=getattr(layer, "preferred_element_type", None),
         )
 
@@ -94,7 +94,7 @@ class QuantizedDense(_Product):
       its scales have `param_dtype`: float32, bfloat16 or float16.
     - `shards`: the number of equal parts of k and n when devices divide the kernel, as in
       `jaxlowbit.quantize`.
-    - `activation_dtype`: `jnp.int8` or `jnp.float8_e4m3fn` to quantize the inputs in each call, as
+    - `lhs_qtype`: `jnp.int8` or `jnp.float8_e4m3fn` to quantize the inputs in each call, as
       in `jaxlowbit.quantized_matmul`, or None.
 
     **Raises:** `ValueError` where `jaxlowbit.quantize` does, and if applied to variables without
@@ -116,7 +116,7 @@ class QuantizedDense(_Product):
     kernel_init: Callable[..., Any] = nn.linear.default_kernel_init
     bias_init: Callable[..., Any] = nn.initializers.zeros_init()
     promote_dtype: Callable[..., Any] = dtypes.promote_dtype
-    activation_dtype: Any = None
+    lhs_qtype: Any = None
 
     @staticmethod
     def equation_of(layer: Any, shape: tuple[int, ...]) -> Equation:
@@ -135,7 +135,7 @@ class QuantizedDenseGeneral(_Product):
     `"quantized"`, as in `QuantizedDense`; the bias remains in `params`.
 
     **Arguments:** as `nn.DenseGeneral`, without `precision`, `dot_general` and
-    `dot_general_cls`, and `format`, `shards` and `activation_dtype` as in `QuantizedDense`.
+    `dot_general_cls`, and `format`, `shards` and `lhs_qtype` as in `QuantizedDense`.
 
     **Raises:** `ValueError` where `jaxlowbit.quantize` does, for axes that the inputs lack,
     and if applied to variables without its kernel, or with one of other sizes.
@@ -158,7 +158,7 @@ class QuantizedDenseGeneral(_Product):
     kernel_init: Callable[..., Any] = nn.linear.default_kernel_init
     bias_init: Callable[..., Any] = nn.initializers.zeros_init()
     promote_dtype: Callable[..., Any] = dtypes.promote_dtype
-    activation_dtype: Any = None
+    lhs_qtype: Any = None
 
     @staticmethod
     def equation_of(layer: Any, shape: tuple[int, ...]) -> Equation:
@@ -188,7 +188,7 @@ class QuantizedEinsum(_Product):
     `QuantizedDense`; the bias remains in `params`.
 
     **Arguments:** as `nn.Einsum`, without `precision`; `einsum_str` is used in every call;
-    and `format`, `shards` and `activation_dtype` as in `QuantizedDense`.
+    and `format`, `shards` and `lhs_qtype` as in `QuantizedDense`.
 
     **Raises:** `ValueError` where `jaxlowbit.quantize` does, for other equations, and if applied to
     variables without its kernel, or with one of other sizes.
@@ -211,7 +211,7 @@ class QuantizedEinsum(_Product):
     bias_init: Callable[..., Any] = nn.initializers.zeros_init()
     promote_dtype: Callable[..., Any] = dtypes.promote_dtype
     preferred_element_type: Any = None
-    activation_dtype: Any = None
+    lhs_qtype: Any = None
 
     _flat = False
 
@@ -231,7 +231,7 @@ class QuantizedEmbed(nn.Module):
     `QuantizedDense`.
 
     **Arguments:** as `nn.Embed`, and `format`, `shards` (of the matrix) and
-    `activation_dtype` (of the queries of `attend`) as in `QuantizedDense`.
+    `lhs_qtype` (of the queries of `attend`) as in `QuantizedDense`.
 
     **Raises:** `ValueError` where `jaxlowbit.quantize` does, and if applied to variables without
     its table, or with one of other sizes.
@@ -252,7 +252,7 @@ class QuantizedEmbed(nn.Module):
     param_dtype: Any = jnp.float32
     embedding_init: Callable[..., Any] = nn.linear.default_embed_init
     promote_dtype: Callable[..., Any] = dtypes.promote_dtype
-    activation_dtype: Any = None
+    lhs_qtype: Any = None
 
     def setup(self) -> None:
         caller = type(self).__name__
@@ -301,7 +301,7 @@ def _attend(layer: Any, packing: Packing, query: Any) -> Array:
     like = stand_in(table, layer.param_dtype)
     with checks.within(caller, lhs="query", rhs="the table"):
         query, _ = layer.promote_dtype(query, like, dtype=layer.dtype)
-        return quantized_matmul(query, table, activation_dtype=packing.activation_dtype)
+        return quantized_matmul(query, table, lhs_qtype=packing.lhs_qtype)
 
 
 # --- float layers ---------------------------------------------------------------------------------

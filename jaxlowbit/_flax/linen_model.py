@@ -36,7 +36,7 @@ def quantize_model(
     layers: Sequence[EinsumLayer | EinsumParameter] = (),
     keep: Keep = (),
     shards: ShardRules = (1, 1),
-    activation_dtype: ActivationRules = None,
+    lhs_qtype: ActivationRules = None,
     quantizer: Any = None,
     donate: bool = False,
     **kwargs: Any,
@@ -66,7 +66,7 @@ def quantize_model(
     - `keep`: a regular expression, or several, of more layers to keep in floats.
     - `shards`: the number of equal parts of k and n when devices divide a kernel, as in
       `jaxlowbit.quantize`, or a mapping of such regular expressions to these pairs.
-    - `activation_dtype`: `jnp.int8` or `jnp.float8_e4m3fn` to quantize the inputs of all quantized
+    - `lhs_qtype`: `jnp.int8` or `jnp.float8_e4m3fn` to quantize the inputs of all quantized
       layers except embeddings in each call, as in `jaxlowbit.quantized_matmul`, or None; or a
       mapping of such regular expressions, on the paths of quantized layers, to one of these.
     - `quantizer`: rounds the weights; a name or a function, as for `jaxlowbit.quantize`.
@@ -99,7 +99,7 @@ def quantize_model(
     params = traverse_util.flatten_dict(core.unfreeze(variables["params"]))
     rest = _rest(params, variables, found, classes)
     candidates = [_candidate(path, layer, params) for path, layer in found.items()]
-    options = keep, shards, activation_dtype
+    options = keep, shards, lhs_qtype
     choices, by_rule = choose(candidates, rest.uncovered, rules, *options)
     decided = [(*item, choice) for item, choice in zip(found.items(), choices, strict=True)]
     chosen = [(path, layer, choice) for path, layer, choice in decided if choice.format]
@@ -137,7 +137,7 @@ def _packing(path: Path, layer: Layer, choice: Choice) -> Packing:
         choice.shards,
         layer.sizes,
         None if raw is not None or equation is None else (equation, layer.shape),
-        choice.activation_dtype,
+        choice.lhs_qtype,
         None if raw is None else (layer.kind.key(path), raw),
     )
 
@@ -159,7 +159,7 @@ def _quantize(
         raise ValueError(f"quantize_model: in {name}: {inner(error)}") from None
     stored |= stored_arrays(path, arrays)
     dtype = getattr(layer.module, "dtype", None) or kernel.dtype
-    options = dtype, equation.matrix, packing.activation_dtype
+    options = dtype, equation.matrix, packing.lhs_qtype
     report = LayerReport.quantized(name, weight, kernel, *options)
     if donate and isinstance(weight, jax.Array):
         weight.delete()

@@ -22,7 +22,7 @@ def quantize_pretrained(
     layers: Sequence[EinsumLayer | EinsumParameter] = (),
     keep: Keep = (),
     shards: ShardRules = (1, 1),
-    activation_dtype: ActivationRules = None,
+    lhs_qtype: ActivationRules = None,
     quantizer: Any = None,
     **kwargs: Any,
 ) -> QuantizationReport:
@@ -35,7 +35,7 @@ def quantize_pretrained(
     **Arguments:**
 
     - `model`: the model, with its parameters.
-    - `rules`, `layers`, `keep`, `shards`, `activation_dtype`, `quantizer`: as for `quantize_model`.
+    - `rules`, `layers`, `keep`, `shards`, `lhs_qtype`, `quantizer`: as for `quantize_model`.
       Paths begin in the module inside, such as `model.layers.0.mlp.up_proj`.
     - `args`, `kwargs`: arguments of the model; such a call, without computing, finds layers.
 
@@ -64,7 +64,7 @@ def quantize_pretrained(
     variables, args, kwargs = _applied(model, module, args, kwargs)
     options: Any = {"layers": layers, "keep": keep, "shards": shards, "quantizer": quantizer}
     quantized, variables, report = quantize_model(
-        module, variables, rules, *args, activation_dtype=activation_dtype, **options, **kwargs
+        module, variables, rules, *args, lhs_qtype=lhs_qtype, **options, **kwargs
     )
     params = {**variables["params"], COLLECTION: variables[COLLECTION]}
     model._module = _Module(quantized)

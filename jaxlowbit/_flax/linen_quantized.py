@@ -134,7 +134,7 @@ class QuantizedModel:
             name = ".".join(key)
             paths[name] = key
             kernel = held_kernel(name, held, packing, equation)
-            views[name] = WeightView.of(kernel, equation, packing.activation_dtype)
+            views[name] = WeightView.of(kernel, equation, packing.lhs_qtype)
 
         def compute(floats: Mapping[str, Any]) -> Any:
             out = apply({paths[name]: value for name, value in floats.items()})

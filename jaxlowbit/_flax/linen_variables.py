@@ -5,13 +5,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import core, errors, traverse_util
+from flax import errors
 from flax import linen as nn
 from flax.core import meta
 from flax.linen.spmd import logical_to_mesh_axes
 
-from .._core import checks, layout
-from .._core.array import LEAVES, QuantizedArray
+from .._core import checks, layout, versions
+from .._core.array import QuantizedArray
 from .._core.format import as_format
 from . import arguments
 from .arguments import inner
@@ -122,7 +122,7 @@ def packing_of(module: Any) -> Packing:
     return Packing(
         as_format(caller, module.format),
         checks.shard_counts(caller, module.shards),
-        activation_dtype=arguments.activation_dtype(caller, module.activation_dtype),
+        lhs_qtype=arguments.lhs_qtype(caller, module.lhs_qtype),
     )
 
 
@@ -175,7 +175,7 @@ def held_kernel(
     if not jax.sharding.get_abstract_mesh().manual_axes:  # where arrays and inputs are parts
         reason = _other_sizes(packing, equation, arrays["packed"], arrays[PADDING])
         if reason is not None:
-            _of_version(arrays["version"]).check_version()  # words of another have other shapes
+            versions.check(arrays["version"])  # words of another have other shapes
             raise KernelShapeError(f"{name} {reason}")
     return kernel_from(arrays, packing.format, equation.matrix_shape, packing.shards)
 
@@ -213,42 +213,3 @@ def _meets(asked: Any, whose: str, found: Any) -> str:
         f"{own_k} to {own_n}; pass inputs of width {own_k}, or the kernel of a layer from {k} to "
         f"{n}."
     )
-
-
-def check_layout_version(variables: Mapping[str, Any]) -> None:
-    """Raises unless this library reads the layout version of all packed words in `variables`.
-
-    A model or a layer applied outside `jax.jit` checks itself; traced code cannot see the version.
-    Call this once after restoring a checkpoint.
-
-    **Raises:** `ValueError` with the path of the layer and the version found.
-
-    ```python
-    model, variables, report = quantize_model(module, variables, INT4, x)
-    check_layout_version(variables)
-    ```
-    """
-    if not isinstance(variables, Mapping):
-        raise TypeError(
-            f"check_layout_version: variables is {checks.brief(variables)}, but it is a mapping "
-            f"with the collection {COLLECTION!r}; pass all the variables of a quantized model."
-        )
-    if COLLECTION not in variables:
-        raise ValueError(
-            f"check_layout_version: there is no collection {COLLECTION!r} in {sorted(variables)}; "
-            "pass all the variables that a quantized model or layer is applied to."
-        )
-    arrays: Any = traverse_util.flatten_dict(core.unfreeze(variables[COLLECTION]))
-    for (*path, leaf), array in arrays.items():
-        if leaf == "version":
-            try:
-                _of_version(value_of(array)).check_version()
-            except ValueError as error:
-                name = ".".join(path) or "the layer"
-                raise ValueError(f"check_layout_version: in {name}: {error}") from None
-
-
-def _of_version(version: Any) -> QuantizedArray:
-    """An array with a version and nothing else, for `check_version`."""
-    leaves = tuple(version if name == "version" else None for name in LEAVES)
-    return QuantizedArray.tree_unflatten((None, 0, 0, (1, 1)), leaves)

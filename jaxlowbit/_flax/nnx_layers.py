@@ -50,10 +50,10 @@ class QuantizedLayer(QuantizedModule):
     promote_dtype: Callable[..., Any]
     preferred_element_type: Any = None
 
-    def _set_options(self, activation_dtype: Any, **options: Any) -> None:
+    def _set_options(self, lhs_qtype: Any, **options: Any) -> None:
         """Checks options, and sets them as attributes, except for initialisers."""
         caller = type(self).__name__
-        self.activation_dtype = arguments.activation_dtype(caller, activation_dtype)
+        self.lhs_qtype = arguments.lhs_qtype(caller, lhs_qtype)
         arguments.check_options(caller, options)
         for name, value in options.items():
             if not name.endswith("_init"):
@@ -80,7 +80,7 @@ class QuantizedLayer(QuantizedModule):
 
     @classmethod
     def from_layer(
-        cls, layer: Any, format: Format | str, shards: Shards = (1, 1), activation_dtype: Any = None
+        cls, layer: Any, format: Format | str, shards: Shards = (1, 1), lhs_qtype: Any = None
     ) -> Self:
         """Returns the layer that quantizes the weight of a float layer and shares its bias."""
         cls.check_layer(layer)
@@ -91,7 +91,7 @@ class QuantizedLayer(QuantizedModule):
         if "use_bias" in named:
             options["use_bias"] = False  # no bias is made; the one of the layer is shared
         options[f"{cls.weight_name}_init"] = lambda *_: weight
-        options |= {"format": format, "shards": shards, "activation_dtype": activation_dtype}
+        options |= {"format": format, "shards": shards, "lhs_qtype": lhs_qtype}
         options["rngs"] = nnx.Rngs(0)
         new = cls(**options)
         for name in bias:
@@ -109,7 +109,7 @@ class QuantizedLayer(QuantizedModule):
             return equation.multiply(
                 inputs,
                 *operands,
-                activation_dtype=self.activation_dtype,
+                lhs_qtype=self.lhs_qtype,
                 preferred_element_type=self.preferred_element_type,
             )
 
@@ -134,7 +134,7 @@ class QuantizedLinear(QuantizedLayer):
       its scales have `param_dtype`: float32, bfloat16 or float16.
     - `shards`: the number of equal parts of k and n when devices divide the kernel, as in
       `jaxlowbit.quantize`.
-    - `activation_dtype`: `jnp.int8` or `jnp.float8_e4m3fn` to quantize the inputs in each call, as
+    - `lhs_qtype`: `jnp.int8` or `jnp.float8_e4m3fn` to quantize the inputs in each call, as
       in `jaxlowbit.quantized_matmul`, or None.
     - `preferred_element_type`: dtype of the product: float32, or None for the dtype of the promoted
       inputs.
@@ -161,7 +161,7 @@ class QuantizedLinear(QuantizedLayer):
         *,
         format: Format | str,
         shards: Shards = (1, 1),
-        activation_dtype: Any = None,
+        lhs_qtype: Any = None,
         use_bias: bool = True,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
@@ -177,7 +177,7 @@ class QuantizedLinear(QuantizedLayer):
         self.in_features = arguments.size(caller, "in_features", in_features)
         self.out_features = arguments.size(caller, "out_features", out_features)
         self._set_options(
-            activation_dtype,
+            lhs_qtype,
             use_bias=use_bias,
             dtype=dtype,
             param_dtype=param_dtype,
@@ -199,7 +199,7 @@ class QuantizedLinear(QuantizedLayer):
         linear: nnx.Linear,
         format: Format | str,
         shards: Shards = (1, 1),
-        activation_dtype: Any = None,
+        lhs_qtype: Any = None,
     ) -> "QuantizedLinear":
         """The layer that quantizes the kernel of `linear` and shares its bias variable.
 
@@ -214,7 +214,7 @@ class QuantizedLinear(QuantizedLayer):
         model.head = QuantizedLinear.from_linear(model.head, INT4)
         ```
         """
-        return cls.from_layer(linear, format, shards, activation_dtype)
+        return cls.from_layer(linear, format, shards, lhs_qtype)
 
     @staticmethod
     def equation_of(layer: Any) -> Equation:
@@ -240,7 +240,7 @@ class QuantizedLinearGeneral(QuantizedLayer):
     `nnx.Param`.
 
     **Arguments:** as `nnx.LinearGeneral`, without `precision`, `dot_general` and
-    `dot_general_cls`, and `format`, `shards` and `activation_dtype` as in `QuantizedLinear`.
+    `dot_general_cls`, and `format`, `shards` and `lhs_qtype` as in `QuantizedLinear`.
 
     **Raises:** `ValueError` where `jaxlowbit.quantize` does, and for axes that do not fit.
 
@@ -261,7 +261,7 @@ class QuantizedLinearGeneral(QuantizedLayer):
         *,
         format: Format | str,
         shards: Shards = (1, 1),
-        activation_dtype: Any = None,
+        lhs_qtype: Any = None,
         axis: int | Sequence[int] = -1,
         batch_axis: Mapping[int, int] = FrozenDict({}),
         use_bias: bool = True,
@@ -277,7 +277,7 @@ class QuantizedLinearGeneral(QuantizedLayer):
     ):
         self._set_axes(in_features, out_features, axis, batch_axis)
         self._set_options(
-            activation_dtype,
+            lhs_qtype,
             use_bias=use_bias,
             dtype=dtype,
             param_dtype=param_dtype,
@@ -326,7 +326,7 @@ class QuantizedLinearGeneral(QuantizedLayer):
         linear: nnx.LinearGeneral,
         format: Format | str,
         shards: Shards = (1, 1),
-        activation_dtype: Any = None,
+        lhs_qtype: Any = None,
     ) -> "QuantizedLinearGeneral":
         """The layer that quantizes the kernel of `linear` and shares its bias variable.
 
@@ -340,7 +340,7 @@ class QuantizedLinearGeneral(QuantizedLayer):
         attention.out = QuantizedLinearGeneral.from_linear_general(attention.out, INT4)
         ```
         """
-        return cls.from_layer(linear, format, shards, activation_dtype)
+        return cls.from_layer(linear, format, shards, lhs_qtype)
 
     @staticmethod
     def equation_of(layer: Any) -> Equation:
@@ -371,7 +371,7 @@ class QuantizedEinsum(QuantizedLayer):
     the `QuantizedArray` they form, and the bias remains an `nnx.Param`.
 
     **Arguments:** as `nnx.Einsum`, without `precision` and `einsum_op`, and `format`,
-    `shards` and `activation_dtype` as in `QuantizedLinear`.
+    `shards` and `lhs_qtype` as in `QuantizedLinear`.
 
     **Raises:** `ValueError` where `jaxlowbit.quantize` does, and for other equations.
 
@@ -393,7 +393,7 @@ class QuantizedEinsum(QuantizedLayer):
         *,
         format: Format | str,
         shards: Shards = (1, 1),
-        activation_dtype: Any = None,
+        lhs_qtype: Any = None,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         kernel_init: Callable[..., Any] = default_kernel_init,
@@ -413,7 +413,7 @@ class QuantizedEinsum(QuantizedLayer):
             Equation.parse(einsum_str, self.kernel_shape)
         self.einsum_str = einsum_str.replace(" ", "")
         self._set_options(
-            activation_dtype,
+            lhs_qtype,
             dtype=dtype,
             param_dtype=param_dtype,
             kernel_init=kernel_init,
@@ -434,7 +434,7 @@ class QuantizedEinsum(QuantizedLayer):
         einsum: nnx.Einsum,
         format: Format | str,
         shards: Shards = (1, 1),
-        activation_dtype: Any = None,
+        lhs_qtype: Any = None,
     ) -> "QuantizedEinsum":
         """The layer that quantizes the kernel of `einsum` and shares its bias variable.
 
@@ -448,7 +448,7 @@ class QuantizedEinsum(QuantizedLayer):
         model.query = QuantizedEinsum.from_einsum(model.query, INT4)
         ```
         """
-        return cls.from_layer(einsum, format, shards, activation_dtype)
+        return cls.from_layer(einsum, format, shards, lhs_qtype)
 
     @staticmethod
     def equation_of(layer: Any) -> Equation:
@@ -485,7 +485,7 @@ class QuantizedEmbed(QuantizedLayer):
     `QuantizedArray` they form.
 
     **Arguments:** as `nnx.Embed`, and `format`, `shards` (of the matrix) and
-    `activation_dtype` (of the queries of `attend`) as in `QuantizedLinear`.
+    `lhs_qtype` (of the queries of `attend`) as in `QuantizedLinear`.
 
     **Raises:** `ValueError` where `jaxlowbit.quantize` does.
 
@@ -506,7 +506,7 @@ class QuantizedEmbed(QuantizedLayer):
         *,
         format: Format | str,
         shards: Shards = (1, 1),
-        activation_dtype: Any = None,
+        lhs_qtype: Any = None,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         embedding_init: Callable[..., Any] = default_embed_init,
@@ -518,7 +518,7 @@ class QuantizedEmbed(QuantizedLayer):
         self.num_embeddings = arguments.size(caller, "num_embeddings", num_embeddings)
         self.features = arguments.size(caller, "features", features)
         self._set_options(
-            activation_dtype,
+            lhs_qtype,
             dtype=dtype,
             param_dtype=param_dtype,
             embedding_init=embedding_init,
@@ -534,7 +534,7 @@ class QuantizedEmbed(QuantizedLayer):
         embed: nnx.Embed,
         format: Format | str,
         shards: Shards = (1, 1),
-        activation_dtype: Any = None,
+        lhs_qtype: Any = None,
     ) -> "QuantizedEmbed":
         """The layer that quantizes the table of `embed`, as `QuantizedLinear.from_linear` does.
 
@@ -545,7 +545,7 @@ class QuantizedEmbed(QuantizedLayer):
         model.embed = QuantizedEmbed.from_embed(model.embed, INT8)
         ```
         """
-        return cls.from_layer(embed, format, shards, activation_dtype)
+        return cls.from_layer(embed, format, shards, lhs_qtype)
 
     @staticmethod
     def equation_of(layer: Any) -> Equation:

@@ -81,7 +81,7 @@ def quantize_model(
     layers: Sequence[EinsumLayer | EinsumParameter] = (),
     keep: Keep = (),
     shards: ShardRules = (1, 1),
-    activation_dtype: ActivationRules = None,
+    lhs_qtype: ActivationRules = None,
     quantizer: Any = None,
 ) -> QuantizationReport:
     """Replaces the linear layers of a model, in place, by layers with quantized kernels.
@@ -107,7 +107,7 @@ def quantize_model(
     - `keep`: a regular expression, or several, of more layers to keep in floats.
     - `shards`: the number of equal parts of k and n when devices divide a kernel, as in
       `jaxlowbit.quantize`, or a mapping of such regular expressions to these pairs.
-    - `activation_dtype`: `jnp.int8` or `jnp.float8_e4m3fn` to quantize the inputs of all quantized
+    - `lhs_qtype`: `jnp.int8` or `jnp.float8_e4m3fn` to quantize the inputs of all quantized
       layers except embeddings in each call, as in `jaxlowbit.quantized_matmul`, or None; or a
       mapping of such regular expressions, on the paths of quantized layers, to one of these.
     - `quantizer`: rounds the weights; a name or a function, as for `jaxlowbit.quantize`.
@@ -136,7 +136,7 @@ def quantize_model(
         )
     rest = _rest(model, places)
     candidates = [place.candidate for place in places]
-    choices, kept = choose(candidates, rest.uncovered, rules, keep, shards, activation_dtype)
+    choices, kept = choose(candidates, rest.uncovered, rules, keep, shards, lhs_qtype)
     owners, rewritten = _owners(model), _rewritten(model)
     reports = []
     with quantizing_by("quantize_model", quantizer):
@@ -192,9 +192,7 @@ def _kind_of_other(node: Any, other: EinsumLayer) -> _Kind:
     def equation(layer: Any) -> Equation:
         return Equation.parse(other.equation_of(layer), getattr(layer, weight).get_value().shape)
 
-    def quantize(
-        layer: Any, format: Format, shards: Shards, activation_dtype: Any
-    ) -> QuantizedModule:
+    def quantize(layer: Any, format: Format, shards: Shards, lhs_qtype: Any) -> QuantizedModule:
         variable = getattr(layer, weight)
         value = variable.get_value()
         new = QuantizedEinsum(
@@ -202,7 +200,7 @@ def _kind_of_other(node: Any, other: EinsumLayer) -> _Kind:
             value.shape,
             format=format,
             shards=shards,
-            activation_dtype=activation_dtype,
+            lhs_qtype=lhs_qtype,
             dtype=getattr(layer, "dtype", None),
             param_dtype=value.dtype,
             kernel_init=lambda *_: variable,
@@ -224,11 +222,9 @@ def _kind_of_parameter(name: str, other: EinsumParameter) -> _Kind:
     def equation(holder: Any) -> Equation:
         return other.parsed(holder, tuple(getattr(holder, name).get_value().shape))
 
-    def quantize(
-        holder: Any, format: Format, shards: Shards, activation_dtype: Any
-    ) -> QuantizedModule:
+    def quantize(holder: Any, format: Format, shards: Shards, lhs_qtype: Any) -> QuantizedModule:
         weight = getattr(holder, name)
-        return QuantizedParameter(weight, equation(holder), format, shards, activation_dtype)
+        return QuantizedParameter(weight, equation(holder), format, shards, lhs_qtype)
 
     return _Kind(name, equation, equation, quantize, other.embedding)
 
@@ -355,7 +351,7 @@ def _replace(place: _Place, choice: Choice) -> LayerReport:
     path, weight = place.paths[0], place.weight.get_value()
     if choice.format is None:
         return LayerReport.kept(path, weight, choice.reason, choice.by_default)
-    options = choice.format, choice.shards, choice.activation_dtype
+    options = choice.format, choice.shards, choice.lhs_qtype
     try:
         layer = place.kind.quantize(place.layer, *options)
     except ValueError as error:

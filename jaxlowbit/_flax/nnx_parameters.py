@@ -30,12 +30,12 @@ class QuantizedParameter(QuantizedModule):
         equation: Equation,
         format: Format,
         shards: Shards,
-        activation_dtype: Any = None,
+        lhs_qtype: Any = None,
     ) -> None:
         self.equation = equation
         self._store(weight, format, shards)
         self.dtype = stand_in(self.kernel, weight.get_value().dtype).dtype
-        self.activation_dtype = activation_dtype
+        self.lhs_qtype = lhs_qtype
 
     @staticmethod
     def equation_of(layer: Any) -> Equation:
@@ -43,7 +43,7 @@ class QuantizedParameter(QuantizedModule):
 
     @property
     def view(self) -> WeightView:
-        view = WeightView.of(self.kernel, self.equation, self.activation_dtype)
+        view = WeightView.of(self.kernel, self.equation, self.lhs_qtype)
         return view.astype(stand_in(self.kernel, self.dtype).dtype)
 
     @property

@@ -35,7 +35,7 @@ class QuantizedModule(nnx.Module):
     format: Format
     shards: Shards
     dtype: Any
-    activation_dtype: Any = None  # of layers that were stored before they had one
+    lhs_qtype: Any = None  # of layers that were stored before they had one
 
     @staticmethod
     def equation_of(layer: Any) -> Equation:
@@ -116,25 +116,3 @@ def _context(variable: nnx.Variable) -> dict[str, Any]:
     """The metadata for resolving axis names."""
     found = {name: variable.get_metadata(name, None) for name in ("sharding_rules", "mesh")}
     return {name: value for name, value in found.items() if value is not None}
-
-
-def check_layout_version(model: nnx.Module) -> None:
-    """Raises unless this library reads the layout version of all packed words in a model.
-
-    A layer applied outside `jax.jit` checks itself; traced code cannot see the version. Call this
-    once after restoring a checkpoint.
-
-    **Raises:** `ValueError` with the path of the layer and the version found.
-    """
-    if not isinstance(model, nnx.Module):
-        raise TypeError(
-            f"check_layout_version: model is {checks.brief(model)}, but it is an nnx.Module with "
-            "quantized layers; pass the model itself."
-        )
-    for path, module in nnx.iter_modules(model):
-        if isinstance(module, QuantizedModule):
-            try:
-                module.kernel.check_version()
-            except ValueError as error:
-                name = ".".join(map(str, path)) or "the model"
-                raise ValueError(f"check_layout_version: in {name}: {error}") from None

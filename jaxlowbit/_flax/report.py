@@ -32,7 +32,7 @@ class LayerReport:
     error: float | None
     backend: str
     by_default: bool = False
-    activation_dtype: Any = None
+    lhs_qtype: Any = None
 
     @classmethod
     def kept(cls, path: str, weight: Any, reason: str, by_default: bool) -> "LayerReport":
@@ -48,7 +48,7 @@ class LayerReport:
         kernel: QuantizedArray,
         dtype: Any,
         matrix: Callable[[Any], Any] = lambda weight: weight,
-        activation_dtype: Any = None,
+        lhs_qtype: Any = None,
     ) -> "LayerReport":
         """The report of a kernel that replaces `matrix(weight)` and takes inputs of `dtype`."""
         concrete = isinstance(weight, Array) and not isinstance(weight, Tracer)
@@ -59,8 +59,8 @@ class LayerReport:
             nbytes_of(weight),
             kernel.nbytes,
             _error(matrix(weight), kernel) if concrete else None,
-            backend_of(dtype if activation_dtype is None else EXACT, kernel),
-            activation_dtype=activation_dtype,
+            backend_of(dtype if lhs_qtype is None else EXACT, kernel),
+            lhs_qtype=lhs_qtype,
         )
 
 
@@ -89,7 +89,7 @@ class QuantizationReport:
         - `backend`: what multiplies on this machine, with the reason if it is no kernel; for a kept
           layer, why it was kept;
         - `by_default`: whether the floats were kept by default, not by rules;
-        - `activation_dtype`: the dtype of its quantized inputs, or None.
+        - `lhs_qtype`: the dtype of its quantized inputs, or None.
     - `uncovered`: the parameters of two axes or more in no such layer, the largest first. Each has
         - `path`, `shape`, `nbytes`;
         - `module`: the class of the module that holds it, with the reason if there is one;
@@ -239,7 +239,7 @@ def _row(layer: LayerReport) -> tuple[str, ...]:
     return (
         layer.path,
         shape_words(layer.shape),
-        format_words(layer.format, layer.activation_dtype),
+        format_words(layer.format, layer.lhs_qtype),
         size_words(layer.nbytes_before),
         size_words(layer.nbytes_after),
         "" if layer.error is None else f"{layer.error:.4f}",
@@ -247,13 +247,13 @@ def _row(layer: LayerReport) -> tuple[str, ...]:
     )
 
 
-def format_words(format: Format | None, activation_dtype: Any = None) -> str:
+def format_words(format: Format | None, lhs_qtype: Any = None) -> str:
     if format is None:
         return "-"
     groups = "per channel" if format.group_size == -1 else f"groups of {format.group_size}"
     zero = "" if format.zero == "none" else f", {format.zero} zero"
     zero = zero if format.scale is None else f", {format.scale} scales"
-    inputs = "" if activation_dtype is None else f", {activation_dtype} activations"
+    inputs = "" if lhs_qtype is None else f", {lhs_qtype} activations"
     return f"{format.bits} bits, {groups}{zero}{inputs}"
 
 

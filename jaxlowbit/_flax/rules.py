@@ -14,7 +14,7 @@ from .._core import layout, padding, super_blocks
 from .._core.checks import brief
 from .._core.format import Format, as_format
 from .._core.heads import HEADS, is_router
-from .arguments import activation_dtype as dtype_of
+from .arguments import lhs_qtype as dtype_of
 from .arguments import some
 from .equation import Equation
 from .report import ParameterReport, nbytes_of
@@ -75,7 +75,7 @@ class Choice(NamedTuple):
     reason: str = ""
     by_default: bool = False
     shards: Shards = (1, 1)
-    activation_dtype: Any = None
+    lhs_qtype: Any = None
 
 
 def choose(
@@ -84,7 +84,7 @@ def choose(
     rules: Rules,
     keep: Keep,
     shards: ShardRules,
-    activation_dtype: ActivationRules,
+    lhs_qtype: ActivationRules,
 ) -> tuple[list[Choice], list[bool]]:
     """Returns a choice for each layer, and whether a rule keeps each uncovered parameter.
 
@@ -95,9 +95,9 @@ def choose(
     parts = _choose_shards(shards, paths)
     choices, kept = _choose_formats(candidates, uncovered, rules, keep, parts)
     _check_any(candidates, choices)
-    dtypes = _choose_activations(activation_dtype, candidates, choices)
+    dtypes = _choose_activations(lhs_qtype, candidates, choices)
     options = zip(choices, parts, dtypes, strict=True)
-    return [x._replace(shards=part, activation_dtype=dtype) for x, part, dtype in options], kept
+    return [x._replace(shards=part, lhs_qtype=dtype) for x, part, dtype in options], kept
 
 
 def _choose_formats(

@@ -29,7 +29,7 @@ class MatrixSharding:
     def divide(self, kernel: QuantizedArray) -> tuple[QuantizedArray, QuantizedArray]:
         """The kernel, on its mesh if that is known, and the names of each leaf as a `jax.P`.
 
-        **Raises:** `ValueError` where `partition_spec` does.
+        **Raises:** `ValueError` where `QuantizedArray.partition_spec` does.
         """
         if not self._known:
             return kernel, _specs(kernel, self.names, own_parts_anywhere(kernel))

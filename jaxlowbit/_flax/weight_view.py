@@ -39,7 +39,7 @@ class WeightView:
     - `dims`: the axes of the float weight that each visible axis is made of, the last one fastest;
       none for an axis of size 1.
     - `batch`: the batch axes that no index has selected from yet.
-    - `activation_dtype`: the dtype of quantized inputs in products, or None.
+    - `lhs_qtype`: the dtype of quantized inputs in products, or None.
     """
 
     kernel: QuantizedArray
@@ -48,12 +48,10 @@ class WeightView:
     contracted: tuple[Axis, ...]
     features: tuple[Axis, ...]
     dtype: Any
-    activation_dtype: Any = None
+    lhs_qtype: Any = None
 
     @classmethod
-    def of(
-        cls, kernel: QuantizedArray, equation: Equation, activation_dtype: Any = None
-    ) -> "WeightView":
+    def of(cls, kernel: QuantizedArray, equation: Equation, lhs_qtype: Any = None) -> "WeightView":
         """The view of a whole weight, or of a stack of such along first axes.
 
         **Raises:** `ValueError` for a part of one, as inside `jax.shard_map`.
@@ -75,7 +73,7 @@ class WeightView:
         own = (*batch[len(lead) :], *contracted, *features)
         places = sorted(zip(equation.order, own, strict=True))  # by the axis of the float weight
         dims = tuple((axis,) for axis in (*batch[: len(lead)], *(axis for _, axis in places)))
-        return cls(kernel, dims, batch, contracted, features, kernel.dtype, activation_dtype)
+        return cls(kernel, dims, batch, contracted, features, kernel.dtype, lhs_qtype)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -188,7 +186,7 @@ class WeightView:
         out = quantized_matmul(
             lhs.transpose(order).reshape(*lead, self.kernel.k),
             self.kernel,
-            activation_dtype=self.activation_dtype,
+            lhs_qtype=self.lhs_qtype,
             preferred_element_type=dtype,
         )
         found = [*self.batch, *rows, *self.features]

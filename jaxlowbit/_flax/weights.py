@@ -35,7 +35,7 @@ class Packing:
 
     - `sizes`: the sizes of the weight, if they are known.
     - `equation`: for an `EinsumLayer`, its equation, and the shape of the weight in it.
-    - `activation_dtype`: the dtype of quantized inputs in products, or None.
+    - `lhs_qtype`: the dtype of quantized inputs in products, or None.
     - `raw`: for a parameter that code reads itself, its path in `params` and its equation.
     """
 
@@ -43,7 +43,7 @@ class Packing:
     shards: Shards = (1, 1)
     sizes: Sizes | None = None
     equation: tuple[str, tuple[int, ...]] | None = None
-    activation_dtype: Any = None
+    lhs_qtype: Any = None
     raw: tuple[Path, Equation] | None = None
 
 
@@ -113,7 +113,7 @@ def check_values(
     if not concrete:
         return
     surely = has_scales(weight)
-    if format.scales_channels or format.scale == "super":
+    if format.scales_channels or format.scale == "two_level":
         surely = False  # the pass does not look at each channel or super-block
     elif format.has_tensor_scale:
         surely &= has_even_groups(matrix(weight))

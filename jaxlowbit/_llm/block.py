@@ -4,8 +4,8 @@
 values of the next: one call, `quantized_block`, if the configuration allows it. On NVIDIA GPUs that
 call includes attention in decode steps, which have one query for each sequence.
 
-With `activation_dtype` the products of the blocks take quantized activations for at least
-`activation_rows` tokens: the call of a block rounds them, and attention is a separate call.
+With `lhs_qtype` the products of the blocks take quantized activations for at least
+`lhs_min_rows` tokens: the call of a block rounds them, and attention is a separate call.
 """
 
 import functools
@@ -42,7 +42,7 @@ class Block(nnx.Module):
 
     **Arguments:**
 
-    - `config`, `activation_dtype`: as for `Decoder`.
+    - `config`, `lhs_qtype`: as for `Decoder`.
     - `weight_of`: returns a weight by its name.
     - `index`: number of the block.
     """
@@ -52,7 +52,7 @@ class Block(nnx.Module):
         config: Config,
         weight_of: Callable[[str], Weight],
         index: int,
-        activation_dtype: Any = None,
+        lhs_qtype: Any = None,
     ):
         def weight(name: str) -> nnx.Variable:
             return variable(weight_of(f"layers.{index}.{name}"))
@@ -61,8 +61,8 @@ class Block(nnx.Module):
             return norm_variable(config, weight_of(f"layers.{index}.{name}"))
 
         self.config = config
-        self.activation_dtype = activation_dtype
-        self.activation_rows = 1
+        self.lhs_qtype = lhs_qtype
+        self.lhs_min_rows = 1
         self.division: Division | None = None
         self.local, self.rotates = config.is_local(index), config.rotates(index)
         pre, post = config.norm_placement != "post", config.norm_placement != "pre"
@@ -104,7 +104,7 @@ class Block(nnx.Module):
     def rounds(self, x: Array) -> bool:
         """Whether activations of as many tokens as x has are quantized."""
         rows = math.prod(x.shape[:-1])
-        return self.activation_dtype is not None and rows >= self.activation_rows
+        return self.lhs_qtype is not None and rows >= self.lhs_min_rows
 
     def fused(self, x: Array) -> bool:
         """Whether `quantized_block` computes this block."""
@@ -296,14 +296,14 @@ class Block(nnx.Module):
         out = quantized_block(
             attended,
             x,
-            self.o.get_value(),
-            self.fused_norm,
-            self.gate_up[0].get_value(),
-            self.down.get_value(),
+            out=self.o.get_value(),
+            norm=self.fused_norm,
+            gate_up=self.gate_up[0].get_value(),
+            down=self.down.get_value(),
             following=onward,
             activation=self.config.activation,
             epsilon=self.config.norm_epsilon,
-            activation_dtype=self.activation_dtype if self.rounds(x) else None,
+            lhs_qtype=self.lhs_qtype if self.rounds(x) else None,
         )
         if onward is not None:
             return out
@@ -346,7 +346,7 @@ class Block(nnx.Module):
             gate_up = self.gate_up[0].get_value()
             if isinstance(down, QuantizedArray):
                 options = {"activation": activation, "preferred_element_type": dtype}
-                return quantized_mlp(x, gate_up, down, **options)
+                return quantized_mlp(x, gate_up=gate_up, down=down, **options)
             return multiply(quantized_glu(x, gate_up, activation=activation), down, dtype)
         pair = [weight.get_value() for weight in self.gate_up]
         if isinstance(pair[0], QuantizedArray) and len(pair) == 1:
@@ -359,17 +359,17 @@ class Block(nnx.Module):
     def multiply(
         self, x: Array, weight: Weight, dtype: Any = None, *, divided: bool = False
     ) -> Array:
-        """`multiply`, with x in `activation_dtype` if the weight is quantized and `rounds(x)`.
+        """`multiply`, with x in `lhs_qtype` if the weight is quantized and `rounds(x)`.
 
         `divided`: whether each device of a mesh has a part of every token; they share its scale.
         """
         if not self.rounds(x) or not isinstance(weight, QuantizedArray):
             return multiply(x, weight, dtype)
         if not divided or self.division is None:
-            options = {"activation_dtype": self.activation_dtype, "preferred_element_type": dtype}
+            options = {"lhs_qtype": self.lhs_qtype, "preferred_element_type": dtype}
             return quantized_matmul(x, weight, **options)
         reach = self.division.largest(activations.reach(x))
-        return multiply(activations.rounded_tokens(x, reach, self.activation_dtype), weight, dtype)
+        return multiply(activations.rounded_tokens(x, reach, self.lhs_qtype), weight, dtype)
 
     def normalize(self, x: Array, norm: nnx.Param | None) -> Array:
         return x if norm is None else rms_norm(x, norm.get_value(), self.config.norm_epsilon)

@@ -99,9 +99,9 @@ def _add_model(parser: argparse.ArgumentParser, also: str = "") -> None:
     parser.add_argument("--dtype", choices=list(map(str, FLOATS)), help="of the activations")
     inputs = "to which blocks round the inputs of products with quantized weights"
     dtypes = [str(dtype) for dtype in activations.VALUES]
-    parser.add_argument("--activation-dtype", choices=dtypes, help=inputs)
+    parser.add_argument("--lhs-qtype", choices=dtypes, help=inputs)
     fewer = "tokens at a time from which they do; fewer are floats"
-    parser.add_argument("--activation-rows", type=int, metavar="N", help=fewer)
+    parser.add_argument("--lhs-min-rows", type=int, metavar="N", help=fewer)
     devices = "how many devices to divide the model over"
     parser.add_argument("--devices", type=int, default=1, metavar="N", help=devices)
 
@@ -176,15 +176,14 @@ def _format(name: str | None) -> Format | None:
 
 
 def _decoding(options: argparse.Namespace) -> dict[str, Any]:
-    if options.activation_rows is not None and options.activation_dtype is None:
+    if options.lhs_min_rows is not None and options.lhs_qtype is None:
         raise ValueError(
-            f"--activation-rows {options.activation_rows} changes nothing without "
-            "--activation-dtype; set both."
+            f"--lhs-min-rows {options.lhs_min_rows} changes nothing without --lhs-qtype; set both."
         )
     return {
         "dtype": options.dtype,
-        "activation_dtype": options.activation_dtype,
-        "activation_rows": options.activation_rows,
+        "lhs_qtype": options.lhs_qtype,
+        "lhs_min_rows": options.lhs_min_rows,
         "mesh": _mesh(options.devices),
     }
 

@@ -49,10 +49,10 @@ class Decoder(nnx.Module):
       `layers.N.{q,k,v,o,gate,up,down}_bias`, `layers.N.{q,k}_norm`, `layers.N.{q,k}_all_norm` and
       `layers.N.post_{attention,mlp}_norm`; `Config.shapes` lists them.
     - `dtype`: float32, bfloat16 or float16, of activations and the cache.
-    - `activation_dtype`: None, or `jnp.int8` or `jnp.float8_e4m3fn`: the inputs of products with
+    - `lhs_qtype`: None, or `jnp.int8` or `jnp.float8_e4m3fn`: the inputs of products with
       quantized matrices of blocks are rounded to it, with a scale for each token
       (`quantize_activations`). Embedding and head take floats.
-    - `activation_rows`: minimum number of tokens, of all sequences, for such rounding; fewer stay
+    - `lhs_min_rows`: minimum number of tokens, of all sequences, for such rounding; fewer stay
       floats. None for 1 on a CPU, and on a GPU for 32 or 192, as the formats of the weights need
       for faster products.
     - `mesh`: a mesh with one axis, to divide the decoder over its devices; None for one device.
@@ -78,40 +78,40 @@ class Decoder(nnx.Module):
         weights: Mapping[str, Weight],
         *,
         dtype: Any = jnp.bfloat16,
-        activation_dtype: Any = None,
-        activation_rows: int | None = None,
+        lhs_qtype: Any = None,
+        lhs_min_rows: int | None = None,
         mesh: jax.sharding.Mesh | None = None,
         consume: bool = False,
     ):
         check(config, weights)
         checks.boolean("Decoder", "consume", consume)
         dtype = checks.compute_dtype("Decoder", "dtype", dtype)
-        activation_dtype = arguments.activation_dtype("Decoder", activation_dtype)
-        check_rows("Decoder", activation_rows)
+        lhs_qtype = arguments.lhs_qtype("Decoder", lhs_qtype)
+        check_rows("Decoder", lhs_min_rows)
         weight_of = weights.pop if consume and isinstance(weights, dict) else weights.__getitem__
         self.config = config
         self.dtype = dtype
-        self.activation_dtype = activation_dtype
+        self.lhs_qtype = lhs_qtype
         self.division: Division | None = None
         self.embedding = variable(weight_of("embedding"))
-        blocks = [Block(config, weight_of, i, activation_dtype) for i in range(config.layers)]
+        blocks = [Block(config, weight_of, i, lhs_qtype) for i in range(config.layers)]
         self.blocks = nnx.List(blocks)
         self.final_norm = norm_variable(config, weight_of("final_norm"))
         self.head = None if config.tied_head else variable(weight_of("head"))
         if mesh is not None:
             self.divide(mesh, caller="Decoder")
-        self.activation_rows = activation_rows or self._rows_in_8_bits(mesh)
+        self.lhs_min_rows = lhs_min_rows or self._rows_in_8_bits(mesh)
         for block in self.blocks:
-            block.activation_rows = self.activation_rows
+            block.lhs_min_rows = self.lhs_min_rows
 
     def _rows_in_8_bits(self, mesh: jax.sharding.Mesh | None) -> int:
         """The smallest number of rows that all products of the blocks multiply faster in 8 bits."""
         device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
-        if self.activation_dtype is None or device.platform != "gpu":
+        if self.lhs_qtype is None or device.platform != "gpu":
             return 1
         matrices = [w.get_value() for block in self.blocks for w in block.weights]
         quantized = [w for w in matrices if isinstance(w, QuantizedArray)]
-        return max((least_rows(self.activation_dtype, w) for w in quantized), default=1)
+        return max((least_rows(self.lhs_qtype, w) for w in quantized), default=1)
 
     def divide(self, mesh: jax.sharding.Mesh, caller: str = "shard") -> None:
         """Divides the decoder over the devices of a mesh with one axis.
@@ -311,4 +311,4 @@ def check_rows(caller: str, rows: Any) -> None:
     """Raises unless `rows` is None or a number of tokens."""
     if rows is not None:
         rule = "a number of tokens from 1 on, or None; fewer are not rounded"
-        checks.integer(caller, "activation_rows", rows, rule)
+        checks.integer(caller, "lhs_min_rows", rows, rule)

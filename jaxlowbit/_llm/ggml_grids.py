@@ -35,7 +35,7 @@ class Grid(NamedTuple):
     @property
     def format(self) -> Format:
         bits = (len(self.codebook) - 1).bit_length()
-        return Format(bits, self.group_size, codebook=self.codebook, scale="super")
+        return Format(bits, self.group_size, codebook=self.codebook, scale="two_level")
 
 
 GRIDS = {

@@ -438,6 +438,6 @@ def _check_tied(table: Tensor | Matrix, head: Tensor | Matrix) -> None:
             break
     if not same:
         raise ValueError(
-            f"{head.where} differs from {table.where}, but config.json ties the two; set "
+            f"{head.where} differs from {table.name!r}, but config.json ties the two; set "
             "'tie_word_embeddings' to false there if the head is the model's, or remove the tensor."
         )

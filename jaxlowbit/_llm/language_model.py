@@ -105,8 +105,8 @@ def load(
     rules: Any = None,
     quantizer: Any = None,
     dtype: Any = None,
-    activation_dtype: Any = None,
-    activation_rows: int | None = None,
+    lhs_qtype: Any = None,
+    lhs_min_rows: int | None = None,
     scale_dtype: Any = None,
     mesh: jax.sharding.Mesh | None = None,
     progress: bool = True,
@@ -123,13 +123,13 @@ def load(
     - `quantizer`: what rounds them, a name or a function, as for `jaxlowbit.quantize`.
     - `dtype`: dtype of activations, of the cache and of matrices that stay floats; None for
       bfloat16 on a GPU and float32 on the CPU.
-    - `activation_dtype`: None, or `jnp.int8` or `jnp.float8_e4m3fn`: the inputs of products with
+    - `lhs_qtype`: None, or `jnp.int8` or `jnp.float8_e4m3fn`: the inputs of products with
       quantized matrices of blocks are rounded to it, with a scale for each token. Embedding and
       head take floats.
-    - `activation_rows`: minimum number of tokens, of all sequences, for such rounding; fewer stay
+    - `lhs_min_rows`: minimum number of tokens, of all sequences, for such rounding; fewer stay
       floats. None for 1 on a CPU, and on a GPU for 32 or 192, as the formats of the weights need.
     - `scale_dtype`: dtype of scales and float zeros. None keeps the values of the file exactly, and
-      `"super"` also keeps the scales of ggml's K types in two levels, as small as in the file.
+      `"two_level"` also keeps the scales of ggml's K types in two levels, as small as in the file.
     - `mesh`: the devices to divide it over, as by `shard`; each weight is put there as soon as it
       is read. None for one device.
     - `progress`: whether to show a progress bar.
@@ -143,13 +143,13 @@ def load(
     has nothing to round, and for weights that memory lacks; what `shard` raises.
     """
     dtype = default_dtype() if dtype is None else dtype
-    activation_dtype = arguments.activation_dtype("load", activation_dtype)
-    check_rows("load", activation_rows)
-    decoding = {"dtype": dtype, "activation_dtype": activation_dtype, "mesh": mesh}
+    lhs_qtype = arguments.lhs_qtype("load", lhs_qtype)
+    check_rows("load", lhs_min_rows)
+    decoding = {"dtype": dtype, "lhs_qtype": lhs_qtype, "mesh": mesh}
     options = {"quantizer": quantizer, "scale_dtype": scale_dtype, "progress": progress}
     with _named_load():
         checkpoint = read(path, format=format, rules=rules, **decoding, **options)
-    decoding["activation_rows"] = activation_rows
+    decoding["lhs_min_rows"] = lhs_min_rows
     decoder = Decoder(checkpoint.config, checkpoint.weights, **decoding, consume=True)
     return LanguageModel(decoder, checkpoint.tokenizer, checkpoint.report)
 
@@ -231,8 +231,8 @@ def init(
     *,
     seed: int = 0,
     dtype: Any = None,
-    activation_dtype: Any = None,
-    activation_rows: int | None = None,
+    lhs_qtype: Any = None,
+    lhs_min_rows: int | None = None,
     mesh: jax.sharding.Mesh | None = None,
 ) -> LanguageModel:
     """Makes a model of random packed weights, of any size: floats are never made.
@@ -245,7 +245,7 @@ def init(
     - `seed`: seed of the words, an integer of 64 bits.
     - `dtype`: dtype of scales, activations and the cache; None for bfloat16 on a GPU and float32 on
       the CPU.
-    - `activation_dtype`, `activation_rows`: as for `load`.
+    - `lhs_qtype`, `lhs_min_rows`: as for `load`.
     - `mesh`: the devices to divide it over, as by `shard`; None for one device. It is the same
       model on any.
 
@@ -263,11 +263,11 @@ def init(
     format = None if format is None else as_format("init", format)
     seed = checks.integer("init", "seed", seed, SEED_RULE, least=-(2**63), most=2**63 - 1)
     dtype = default_dtype() if dtype is None else checks.compute_dtype("init", "dtype", dtype)
-    activation_dtype = arguments.activation_dtype("init", activation_dtype)
-    check_rows("init", activation_rows)
+    lhs_qtype = arguments.lhs_qtype("init", lhs_qtype)
+    check_rows("init", lhs_min_rows)
     weights = random_weights(config, format, seed=seed, dtype=dtype, mesh=mesh)
-    decoding = {"dtype": dtype, "activation_dtype": activation_dtype, "mesh": mesh}
-    decoding["activation_rows"] = activation_rows
+    decoding = {"dtype": dtype, "lhs_qtype": lhs_qtype, "mesh": mesh}
+    decoding["lhs_min_rows"] = lhs_min_rows
     return LanguageModel(Decoder(config, weights, **decoding, consume=True))
 
 

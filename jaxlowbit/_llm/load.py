@@ -29,7 +29,7 @@ from .folder import check_folder
 from .sharding import Division
 from .tokenizer import Tokenizer
 
-TWO_LEVELS = "super"
+TWO_LEVELS = "two_level"
 """The `scale_dtype` that keeps scales of two levels, and their name in a `Format`."""
 
 Rules = Mapping[str, Format | str | None] | Sequence[tuple[str, Format | str | None]]
@@ -43,7 +43,7 @@ class TensorReport:
     - `stored`: the type in the file.
     - `shape`: (in, out) of a matrix.
     - `format`: None where floats were kept.
-    - `activation_dtype`: dtype of its rounded inputs, or None.
+    - `lhs_qtype`: dtype of its rounded inputs, or None.
     - `nbytes_stored`, `nbytes`: bytes in the file, and in memory with scales.
     - `backend`: what multiplies by it on this machine, with the reason if it is no kernel.
     """
@@ -55,7 +55,7 @@ class TensorReport:
     nbytes_stored: int
     nbytes: int
     backend: str
-    activation_dtype: Any = None
+    lhs_qtype: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +78,7 @@ class LoadReport:
         for tensor in self.tensors:
             kind = re.sub(r"^layers\.\d+\.", "layers.*.", tensor.name)
             shape = " x ".join(map(str, tensor.shape))
-            words = format_words(tensor.format, tensor.activation_dtype)
+            words = format_words(tensor.format, tensor.lhs_qtype)
             words = "floats" if tensor.format is None else words
             key = (kind, shape, tensor.stored, words, tensor.backend)
             kinds.setdefault(key, []).append(tensor)
@@ -171,7 +171,7 @@ def read(
     rules: Rules | None = None,
     quantizer: Any = None,
     dtype: Any = jnp.bfloat16,
-    activation_dtype: Any = None,
+    lhs_qtype: Any = None,
     scale_dtype: Any = None,
     mesh: jax.sharding.Mesh | None = None,
     progress: bool = True,
@@ -195,11 +195,12 @@ def read(
     - `quantizer`: as for `jaxlowbit.quantize`, of what `format` and `rules` round.
     - `dtype`: float32, bfloat16 or float16, for matrices that stay floats, and for the activations
       that the report expects.
-    - `activation_dtype`: as for `Decoder`; for the report.
+    - `lhs_qtype`: as for `Decoder`; for the report.
     - `scale_dtype`: dtype of scales and float zeros. None keeps the scales of quantized weights
       exactly, in float16, in float32 for ggml's K types and IQ4_XS, and in the dtype of a folder;
-      scales computed here get `dtype`. `"super"` keeps the scales of the K types and IQ4_XS in two
-      levels, as in the file, which takes less memory and, except for small M on Hopper, more time.
+      scales computed here get `dtype`. `"two_level"` keeps the scales of the K types and IQ4_XS in
+      two levels, as in the file, which takes less memory and, except for small M on Hopper, more
+      time.
       Any other dtype rounds the stored scales. Formats with 8-bit scales keep theirs.
     - `mesh`: the devices of the weights, divided as for a `Decoder` on it; None for one device.
     - `progress`: whether a bar is shown on standard error.
@@ -250,7 +251,7 @@ def read(
             source.forget()
             bar.update(source.nbytes)
             weights[name] = placed(weight) if division is None else division.place(name, weight)
-            reports.append(_report(name, source, weight, dtype, activation_dtype))
+            reports.append(_report(name, source, weight, dtype, lhs_qtype))
     return Checkpoint(config, weights, tokenizer, LoadReport(tuple(reports)))
 
 
@@ -386,11 +387,11 @@ def _report(
     source: _Source,
     weight: QuantizedArray | Array,
     dtype: Any,
-    activation_dtype: Any,
+    lhs_qtype: Any,
 ) -> TensorReport:
     quantized = isinstance(weight, QuantizedArray)
     if not quantized or not name.startswith("layers."):
-        activation_dtype = None
+        lhs_qtype = None
     return TensorReport(
         name,
         source.kind,
@@ -398,8 +399,8 @@ def _report(
         weight.format if quantized else None,
         source.nbytes,
         weight.nbytes,
-        backend_of(dtype if activation_dtype is None else EXACT, weight) if quantized else "floats",
-        activation_dtype,
+        backend_of(dtype if lhs_qtype is None else EXACT, weight) if quantized else "floats",
+        lhs_qtype,
     )
 
 

@@ -71,12 +71,12 @@ def _matrix(key: Array, k: int, n: int, format: Format, dtype: Any) -> Quantized
     elif format.scale == "e4m3":
         scales, tensor_scale = jnp.full(groups, _ONE, jnp.uint8), jnp.float32(scale)
     elif format.scale == "int8":
-        most = format.most_scale
+        most = format.max_scale
         scales, tensor_scale = jnp.full(groups, most, jnp.uint8), jnp.full(n, scale / most)
     middle = {"none": None, "integer": format.offset, "float": -format.offset * scale}[format.zero]
     zero_dtype = jnp.uint8 if format.zero == "integer" else dtype
     zeros = None if middle is None else jnp.full(groups, middle, zero_dtype)
-    if format.scale == "super":
+    if format.scale == "two_level":
         scales, zeros = _two_levels(scale, middle, groups, format)
     return QuantizedArray(
         packed=packed,

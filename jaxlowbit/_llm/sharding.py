@@ -25,7 +25,6 @@ from .._core.array import QuantizedArray
 from .._core.dequantize import codes_of, of_codes
 from .._core.format import SUPER_BLOCK, Format
 from .._core.layout import ATOM
-from .._core.sharding import partition_spec
 from .._flax.nnx_variables import QuantizedVariable
 from .config import Config
 
@@ -112,7 +111,7 @@ class Division:
     def divisible(self, name: str, weight: Any) -> Any:
         """A matrix whose rows are divided within super-blocks with a float32 scale for each group;
         others as they are."""
-        two_levels = isinstance(weight, QuantizedArray) and weight.format.scale == "super"
+        two_levels = isinstance(weight, QuantizedArray) and weight.format.scale == "two_level"
         if not two_levels or _kind(name) not in _ALONG_K:
             return weight
         if weight.k // self.parts % SUPER_BLOCK == 0:
@@ -297,7 +296,7 @@ def _undivided(config: Config, formats: Mapping[str, Format | None], parts: int)
 def _specs(array: QuantizedArray, entries: Any, mesh: Any) -> QuantizedArray:
     """The specs of the leaves of a matrix that is divided as `entries`."""
     *_, k, n = (None, None, *entries)
-    return partition_spec(array, mesh, k=k, n=n)
+    return array.partition_spec(mesh, k=k, n=n)
 
 
 def _kind(name: str) -> str:

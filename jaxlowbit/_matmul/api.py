@@ -26,8 +26,8 @@ def quantized_matmul(
     bias: Any = None,
     activation: Activation | None = None,
     residual: Any = None,
-    activation_dtype: Any = None,
-    activation_factor: Any = None,
+    lhs_qtype: Any = None,
+    lhs_factor: Any = None,
     preferred_element_type: Any = None,
     precision: lax.DotAlgorithmPreset | None = None,
     out_sharding: Sharding | None = None,
@@ -57,11 +57,11 @@ def quantized_matmul(
     - `activation`: `"silu"`, `"gelu"` (by erf), `"gelu_tanh"` (its approximation) or `"relu"`, as
       in `jax.nn`.
     - `residual`: float32, bfloat16 or float16, of the shape of the result.
-    - `activation_dtype`: None, or `jnp.int8` or `jnp.float8_e4m3fn`, to quantize `lhs` to with
+    - `lhs_qtype`: None, or `jnp.int8` or `jnp.float8_e4m3fn`, to quantize `lhs` to with
       `quantize_activations`. Derivatives treat that rounding as the identity.
-    - `activation_factor`: None, or, with `activation_dtype`, positive floats (k,) that divide the
+    - `lhs_factor`: None, or, with `lhs_qtype`, positive floats (k,) that divide the
       channels of `lhs` before rounding (`smoothing_factor`), for a weight whose rows were
-      multiplied by them. The product is linear in `lhs / activation_factor`.
+      multiplied by them. The product is linear in `lhs / lhs_factor`.
     - `preferred_element_type`: dtype of the result: the dtype of `lhs` (the default) or float32.
     - `precision`: None for float32 accumulation. `jax.lax.DotAlgorithmPreset.F16_F16_F16`, for
       float16 `lhs`, allows kernels to accumulate up to 128 products in float16, and these partial
@@ -85,18 +85,18 @@ def quantized_matmul(
     rhs = quantize(jnp.ones((256, 512)), INT4)
     quantized_matmul(jnp.ones((8, 256), jnp.bfloat16), rhs)
     quantized_matmul(jnp.ones((8, 256)), rhs, bias=jnp.zeros(512), activation="silu")
-    quantized_matmul(jnp.ones((8, 256)), rhs, activation_dtype=jnp.int8)
+    quantized_matmul(jnp.ones((8, 256)), rhs, lhs_qtype=jnp.int8)
     ```
     """
     caller = "quantized_matmul"
     checks.quantized(caller, "rhs", rhs, QuantizedArray)
     options = Options.checked(caller, preferred_element_type, precision, out_sharding, backend)
-    if isinstance(lhs, QuantizedActivations) or activation_dtype is not None:
-        rounding = quantized_lhs.Rounding(activation_dtype, activation_factor)
+    if isinstance(lhs, QuantizedActivations) or lhs_qtype is not None:
+        rounding = quantized_lhs.Rounding(lhs_qtype, lhs_factor)
         addends = {"bias": bias, "activation": activation, "residual": residual}
         return quantized_lhs.product(lhs, rhs, rounding, options, **addends)
-    if activation_factor is not None:
-        quantized_lhs.raise_unused(activation_factor)
+    if lhs_factor is not None:
+        quantized_lhs.raise_unused(lhs_factor)
     lhs = checks.array(caller, "lhs", lhs, "activations (..., k)")
     options.check(caller, lhs, rhs)
     if bias is None and activation is None and residual is None:

@@ -93,7 +93,7 @@ def unread(target: Target, lhs: Any, weight: QuantizedArray) -> str | None:
         return reason
     if weight.permutation is not None or weight.shards != (1, 1):
         return "the rows of a weight are permuted or padded in shards"
-    if weight.format.scale != "super":
+    if weight.format.scale != "two_level":
         return None
     m, k, n = math.prod(lhs.shape[:-1]), weight.k, weight.n
     if target.is_only(HOPPER) and reads_super_blocks(lhs.dtype, m, k, n, weight.format):

@@ -79,9 +79,9 @@ def integer_matmul(lhs: Any, rhs: QuantizedArray, *, out_sharding: Sharding | No
     )[0]
 
 
-def most_k(format: Format) -> int:
+def max_k(format: Format) -> int:
     """The largest k for which sums of products of int8 and a weight's integers fit int32."""
-    return (2**31 - 1) // (_LARGEST * format.most_integer)
+    return (2**31 - 1) // (_LARGEST * format.max_integer)
 
 
 def _check_integers(caller: str, rhs: QuantizedArray) -> None:
@@ -98,10 +98,10 @@ def _check_integers(caller: str, rhs: QuantizedArray) -> None:
             f"{caller}: rhs, {format_name(format)}, {why}, so that no sum over k is an integer; "
             "use one scale for each channel or scale='int8', or quantized_matmul."
         )
-    if rhs.k > most_k(format):
+    if rhs.k > max_k(format):
         raise ValueError(
-            f"{caller}: k is {rhs.k}, but sums of int8 times integers up to {format.most_integer} "
-            f"may leave int32 beyond k={most_k(format)}; add up parts of k in a wider dtype."
+            f"{caller}: k is {rhs.k}, but sums of int8 times integers up to {format.max_integer} "
+            f"may leave int32 beyond k={max_k(format)}; add up parts of k in a wider dtype."
         )
 
 
@@ -119,7 +119,7 @@ class IntegerSums(Product):
 
     def unsupported(self, rows: Rows, weights: Weights, target: Target) -> str | None:
         (lhs,), (rhs,) = rows, weights
-        largest = _LARGEST * rhs.format.most_integer * rhs.k
+        largest = _LARGEST * rhs.format.max_integer * rhs.k
         if target.platform == "cpu" and largest > _MOST_IN_FLOAT32:
             return "float32 does not represent the sums exactly"
         return unsupported_bytes(lhs, rhs, target)

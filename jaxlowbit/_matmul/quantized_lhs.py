@@ -58,9 +58,9 @@ def product(
     dtype, factor = rounding
     if not given:
         lhs = checks.array(caller, "lhs", lhs, "activations (..., k)")
-        dtype = value_dtype(caller, "activation_dtype", dtype)
+        dtype = value_dtype(caller, "lhs_qtype", dtype)
     else:
-        for name, value in zip(("activation_dtype", "activation_factor"), rounding, strict=True):
+        for name, value in zip(("lhs_qtype", "lhs_factor"), rounding, strict=True):
             if value is not None:
                 raise ValueError(
                     f"{caller}: {name} is {checks.brief(value)}, but lhs is quantized already; "
@@ -76,7 +76,7 @@ def product(
     options.replace(preferred_element_type=None).check(caller, values, rhs)
     bias, residual = fused.checked(floats, rhs, bias, activation, residual)
     if factor is not None:
-        factor = smoothing.checked_factor(caller, "activation_factor", factor, rhs.k)
+        factor = smoothing.checked_factor(caller, "lhs_factor", factor, rhs.k)
     out_dtype = options.out_dtype(lhs)
     plain = bias is None and activation is None and residual is None
     # The epilogue takes accumulators that are not rounded.
@@ -239,7 +239,7 @@ def unsupported_few_rows(
         return f"backend={backend!r} is requested"
     if not isinstance(count, int) or count == 0:
         return "the number of rows is 0 or not known"
-    if rhs.ndim != 2 or rhs.format.scale == "super" or rhs.tensor_scale is not None:
+    if rhs.ndim != 2 or rhs.format.scale == "two_level" or rhs.tensor_scale is not None:
         return "the kernel for small M rounds rows for one matrix with one scale per group"
     if not target.is_only(HOPPER):
         return "only kernels for compute capability 9.0 round rows"
@@ -285,8 +285,8 @@ def _straight_through_jvp(
 
 
 def raise_unused(factor: Any) -> NoReturn:
-    """Raises for an `activation_factor` of activations that are not quantized."""
+    """Raises for an `lhs_factor` of activations that are not quantized."""
     raise ValueError(
-        f"quantized_matmul: activation_factor is {checks.brief(factor)}, but without "
-        "activation_dtype nothing is rounded; divide lhs by it, or pass activation_dtype."
+        f"quantized_matmul: lhs_factor is {checks.brief(factor)}, but without "
+        "lhs_qtype nothing is rounded; divide lhs by it, or pass lhs_qtype."
     )

@@ -25,9 +25,7 @@ from .devices import Device
 from .weights import add_arguments, check_tokens, find
 
 
-def explain(
-    lhs: Any, rhs: QuantizedArray, *, activation_dtype: Any = None, device: Any = None
-) -> str:
+def explain(lhs: Any, rhs: QuantizedArray, *, lhs_qtype: Any = None, device: Any = None) -> str:
     """Returns which backend, kernel, tile and split `lhs @ rhs` would use on a device, and why.
 
     Nothing runs. For CUDA it calls the custom call's selection, which includes measurements by
@@ -35,7 +33,7 @@ def explain(
 
     **Arguments:**
 
-    - `lhs`, `rhs`, `activation_dtype`: as for `quantized_matmul`; an `lhs` that is not quantized
+    - `lhs`, `rhs`, `lhs_qtype`: as for `quantized_matmul`; an `lhs` that is not quantized
       may be any object with a shape and a dtype.
     - `device`: None for the first device that JAX sees, a `jax.Device`, `"cpu"`, or a GPU that need
       not be installed, if the build has kernels for it: `"A100"`, `"B200"`, `"H100"`, `"H200"`,
@@ -58,9 +56,9 @@ def explain(
     checks.quantized("explain", "rhs", rhs, QuantizedArray)
     Options().check("explain", jax.ShapeDtypeStruct(lhs.shape, lhs.dtype), rhs)
     with checks.within("explain"):
-        product = functools.partial(quantized_matmul, activation_dtype=activation_dtype)
+        product = functools.partial(quantized_matmul, lhs_qtype=lhs_qtype)
         out = jax.eval_shape(product, lhs, rhs)
-    narrow = lhs.values.dtype if given else activation_dtype
+    narrow = lhs.values.dtype if given else lhs_qtype
     narrow = None if narrow is None else jnp.dtype(narrow)
     rows = out.shape[:-1] if len(lhs.shape) > 1 else (*out.shape[:-1], 1)
     where = _describe(device)
@@ -85,7 +83,7 @@ def add_explain(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace
     add_arguments(parser, ["int4-g128"], [1])
     dtypes, values = list(map(str, FLOATS)), list(map(str, VALUES))
     parser.add_argument("--dtype", choices=dtypes, default="bfloat16", help="of the activations")
-    parser.add_argument("--activation-dtype", choices=values, help="to which they are rounded")
+    parser.add_argument("--lhs-qtype", choices=values, help="to which they are rounded")
     gpus = ["cpu", *devices.GPUS]
     parser.add_argument("--device", choices=gpus, help="default: the first that JAX sees")
     return _run
@@ -103,8 +101,8 @@ def _run(options: argparse.Namespace) -> None:
         rhs = jax.eval_shape(functools.partial(quantize, format=weight.format), floats)
         for m in tokens:
             lhs = jax.ShapeDtypeStruct((m, weight.k), options.dtype)
-            rounded = options.activation_dtype
-            print(separator + explain(lhs, rhs, activation_dtype=rounded, device=options.device))
+            rounded = options.lhs_qtype
+            print(separator + explain(lhs, rhs, lhs_qtype=rounded, device=options.device))
             separator = "\n"
 
 

@@ -29,7 +29,7 @@ class Matrix:
       raises `ValueError` for values that mean nothing.
     - `floats(start, stop)`: these rows as float32 (rows, in), if `format` is None.
     - `permutation`: None, or the stored order of the input features, int32 (in,)
-      (`group_permutation`).
+      (`permutations.of_groups`).
     - `tensor_scale`: the factor of all weights, for a format with a tensor scale.
     - `activation_dtype`: None, or the dtype to which the checkpoint rounds the inputs, with a scale
       for each token.

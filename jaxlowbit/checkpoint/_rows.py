@@ -28,8 +28,8 @@ def rows_of(array: QuantizedArray) -> Rows:
         raise ValueError(f"it is a stack of shape {array.shape}, but matrices are exported")
     if array.shards != (1, 1) or array.permutation is not None:
         raise ValueError("its rows are permuted or padded for shards, which has no counterpart")
-    if array.format.scale == "super":
-        raise ValueError("its scales have two levels; load it without scale_dtype='super'")
+    if array.format.scale == "two_level":
+        raise ValueError("its scales have two levels; load it without scale_dtype='two_level'")
     groups = layout.num_groups(array.k, array.format.group_size)
     if array.format.group_size > 0:
         groups = -(-array.k // array.format.group_size)

@@ -28,7 +28,7 @@ def left_out(path: Path, what: str) -> str:
     """A sentence on rounding that is left out."""
     return (
         f"{path} has {what}, left out: here they are floats, or activations get a scale for each "
-        "token with activation_dtype=."
+        "token with lhs_qtype=."
     )
 
 

@@ -1,4 +1,4 @@
-"""Quantization of floats to a `QuantizedArray` and back, in plain jnp."""
+"""Quantization of floats to a `QuantizedArray`, in plain jnp."""
 
 import functools
 from collections.abc import Callable
@@ -15,7 +15,6 @@ from .._core.array import QuantizedArray
 from .._core.dtypes import FLOATS
 from .._core.format import Format, as_format
 from .._core.groups import scale_dtype_of
-from .._core.sharding import partition_spec
 from ._registry import Quantizer, find
 from ._statistics import Statistics, checked
 
@@ -64,9 +63,10 @@ def quantize(
 
     **Raises:** `TypeError` for an argument of another type; `ValueError` for a wrong rank or dtype,
     for a quantizer that is unknown or lacks the format, for shards that do not divide the matrix,
-    for a sharding on Explicit axes if `partition_spec` raises, and, outside `jax.jit`, for NaN or
-    infinite weights, for scales beyond the range of `scale_dtype` (too large anywhere, or too small
-    in most groups of a matrix of float32 or bfloat16) and for integers that are no permutation.
+    for a sharding on Explicit axes if `QuantizedArray.partition_spec` raises, and, outside
+    `jax.jit`, for NaN or infinite weights, for scales beyond the range of `scale_dtype` (too large
+    anywhere, or too small in most groups of a matrix of float32 or bfloat16) and for integers that
+    are no permutation.
 
     ```python
     q = quantize(jnp.ones((256, 512)), INT4)
@@ -144,21 +144,7 @@ def _specs(
     *lead, k, n = explicit.entries(weight)
     like = jax.ShapeDtypeStruct(weight.shape, weight.dtype)
     array = jax.eval_shape(run, like, permutation, statistics)
-    return partition_spec(array, mesh, k=k, n=n, lead=lead)
-
-
-def dequantize(array: QuantizedArray, dtype: Any = None) -> Array:
-    """Returns `array.dequantize(dtype)`: the floats (..., k, n) that a quantized array represents.
-
-    **Arguments:** `dtype`: a float dtype; None for the dtype of the scales.
-
-    **Raises:** `TypeError` if an argument is not a quantized array or dtype, `ValueError` for an
-    integer dtype.
-    """
-    checks.quantized("dequantize", "array", array, QuantizedArray)
-    if dtype is not None:
-        dtype = checks.float_dtype("dequantize", "dtype", dtype)
-    return array.dequantize(dtype)
+    return array.partition_spec(mesh, k=k, n=n, lead=lead)
 
 
 def _check(weight: Array, format: Format, scale_dtype: Any) -> None:
@@ -181,14 +167,14 @@ def _check_scale(array: QuantizedArray, weight: Array) -> None:
     if isinstance(array.scale, Tracer):
         return
     found = array.scale
-    if array.format.scale == "super":
+    if array.format.scale == "two_level":
         _, found = super_blocks.unpacked(array.scale, array.format)
     scale_dtype = found.dtype
     # JAX would compile this for each shape, but finds scales that other processes hold.
     xp: Any = np if found.is_fully_addressable else jnp
     scale = xp.asarray(found).astype(np.float32)
     finite = xp.isfinite(scale).all()
-    if array.format.scale == "super" and array.zero is not None:
+    if array.format.scale == "two_level" and array.zero is not None:
         _, floats = super_blocks.unpacked(array.zero, array.format)
         finite &= xp.isfinite(xp.asarray(floats).astype(np.float32)).all()
     if not finite:
@@ -225,8 +211,8 @@ def _check_scale(array: QuantizedArray, weight: Array) -> None:
 
 def _wider(format: Format, otherwise: str) -> str:
     """The ways out of float16 scales, or of other scales of too small a range."""
-    if format.scale == "super":
-        return f"leave scale='super' out of the format, or {otherwise.removeprefix('use ')}"
+    if format.scale == "two_level":
+        return f"leave scale='two_level' out of the format, or {otherwise.removeprefix('use ')}"
     return f"use scale_dtype=jnp.float32, or {otherwise}"
 
 

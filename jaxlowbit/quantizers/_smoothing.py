@@ -37,7 +37,7 @@ def smoothing_factor(absmax: Any, weight: Any, *, alpha: float = 0.5) -> Array:
     x, w = jnp.ones((8, 256)).at[:, 3].set(100), jnp.ones((256, 512))
     factor = smoothing_factor(jnp.max(jnp.abs(x), axis=0), w)
     q = quantize(w * factor[:, None], INT8)
-    y = quantized_matmul(x, q, activation_dtype=jnp.int8, activation_factor=factor)
+    y = quantized_matmul(x, q, lhs_qtype=jnp.int8, lhs_factor=factor)
     ```
     """
     caller = "smoothing_factor"

@@ -1,6 +1,7 @@
 """Modules that the libraries packed (tools/golden_checkpoints): their own dequantized weights."""
 
 import json
+import shutil
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -10,8 +11,11 @@ import pytest
 for package in ("safetensors", "tqdm"):
     pytest.importorskip(package, reason=f"{package} is not installed")
 
+from safetensors.numpy import save_file  # noqa: E402
+
 from jaxlowbit import Format, QuantizedArray, checkpoint  # noqa: E402
 from jaxlowbit.checkpoint._files import _read_file  # noqa: E402
+from jaxlowbit.checkpoint._kinds import gptq  # noqa: E402
 from jaxlowbit.checkpoint._load import open_folder  # noqa: E402
 
 DATA = Path(__file__).parents[1] / "data" / "checkpoints"
@@ -30,18 +34,19 @@ FOLDERS = (
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_weights_are_what_the_library_dequantizes_to(folder):
-    """In float32, rounded to the dtype in which the library computes."""
+    """In float32, rounded to the dtype in which the library computes.
+
+    test_checkpoint_libraries.py compares them after packing.
+    """
     contents = open_folder(DATA / folder)
     expected, _ = _read_file(DATA / folder / "expected.safetensors")
     assert {tensor.name for tensor in expected} == contents.matrices.keys()
     for tensor in expected:
         matrix, weight = contents.matrices[tensor.name], np.array(tensor.array())
         assert matrix.shape == weight.shape
-        packed = matrix.pack()
-        assert packed.format == matrix.format
-        for found in (matrix.rows(0, weight.shape[0]), np.asarray(packed.dequantize("f4")).T):
-            np.testing.assert_array_equal(found.astype(weight.dtype), weight, tensor.name)
-        part = matrix.rows(3, 21).astype(weight.dtype)
+        found = matrix.rows(0, weight.shape[0]).astype(weight.dtype)
+        np.testing.assert_array_equal(found, weight, tensor.name)
+        part = matrix.part(2, 24).rows(1, 19).astype(weight.dtype)
         np.testing.assert_array_equal(part, weight[3:21], tensor.name)
 
 
@@ -82,3 +87,56 @@ def test_every_kind_is_listed():
         for folder in FOLDERS
     }
     assert methods <= checkpoint.kinds().keys()
+
+
+def test_what_is_no_checkpoint_raises(tmp_path):
+    with pytest.raises(TypeError, match="path is 3, but it is the path of a folder"):
+        checkpoint.load(3)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(FileNotFoundError, match="x does not exist"):
+        checkpoint.load(tmp_path / "x")
+    file = tmp_path / "model.gguf"
+    file.touch()
+    with pytest.raises(ValueError, match=r"is a file, but .*llm\.load reads \.gguf files"):
+        checkpoint.load(file)
+    with pytest.raises(ValueError, match=r"model\.safetensors is missing"):
+        checkpoint.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"quant_method": "exl3"}, "'quant_method' is 'exl3', but the .* are .*'awq'.*'gptq'"),
+        ({"quant_method": None}, "has no 'quant_method'"),
+        ({"format": "marlin"}, "the format of GPTQ is 'marlin', but gptq, gptq_v2, gptq_p are"),
+        ({"bits": 5}, "'bits' is 5, but of gptq 2, 3, 4, 8 are read"),
+        ({"rotation": "hadamard"}, "'rotation' is 'hadamard', an entry of a quantized checkpoint"),
+        ({"dynamic": {"-:.*w2$": {}}}, r"m\.w2\.qweight' is quantized, but by 'dynamic'"),
+        ({"dynamic": {"+:(": {"bits": 2}}}, r"'dynamic' has '\(', which is no regular expression"),
+        ({"dynamic": {".*": {"bits": 4, "rank": 8}}}, "'rank' is 8, an entry of a"),
+        ({"group_size": 16}, r"qzeros' is I32 of shape .*, but by its configuration"),
+    ],
+)
+def test_configs_that_are_not_read_raise(changes, sentence, tmp_path):
+    config = json.loads((DATA / "gptq/config.json").read_text())
+    config["quantization_config"] |= changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").symlink_to(DATA / "gptq/model.safetensors")
+    with pytest.raises(ValueError, match=sentence) as raised:
+        checkpoint.load(tmp_path)
+    assert str(tmp_path) in str(raised.value)
+
+
+def test_the_words_of_zeros_of_gptq_carry(tmp_path):
+    """GPTQModel subtracts 1 of whole words, AutoGPTQ sets all higher bits for a zero of 0."""
+    layout = gptq.Layout(4, 32, stored_zero=True)
+    words = np.array([[0x11111110]], np.uint32) - np.uint32(0x11111111)
+    np.testing.assert_array_equal(layout.zeros(words, 8), [[0, 1, 1, 1, 1, 1, 1, 1]])
+
+
+def test_group_of_each_input_that_makes_no_groups_raises(tmp_path):
+    tensors = {x.name: np.array(x.array()) for x in _read_file(DATA / "gptq/model.safetensors")[0]}
+    tensors["m.w4.g_idx"][:] = 0
+    save_file(tensors, tmp_path / "model.safetensors")
+    shutil.copy(DATA / "gptq/config.json", tmp_path)
+    with pytest.raises(ValueError, match=r"tensor 'm\.w4\.g_idx': .*group 0 .* has 64 rows"):
+        checkpoint.load(tmp_path)

@@ -18,7 +18,7 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxlowbit import INT4, Format, QuantizedArray, partition_spec, quantize
+from jaxlowbit import INT4, Format, QuantizedArray, quantize
 
 for package in ("gguf", "jinja2", "safetensors", "tokenizers", "tqdm"):
     pytest.importorskip(package, reason=f"{package} is not installed")
@@ -55,7 +55,7 @@ def tree():
     return {
         "a": {"b": quantize(WEIGHT, "int4-g64"), "c": [jnp.ones(3, jnp.bfloat16), np.float64(2)]},
         "stack": quantize(np.stack([WEIGHT, WEIGHT]), "int4-int8"),
-        "super": quantize(WEIGHT, "int4-g32-float-super"),
+        "super": quantize(WEIGHT, "int4-g32-float-two_level"),
         "nvfp4": quantize(WEIGHT, "nvfp4"),
         "own": quantize(WEIGHT, own),
         "order": quantize(WEIGHT, INT4, permutation=np.arange(256)[::-1]),
@@ -87,7 +87,7 @@ def test_memory_is_mapped_and_sharded(tree, folder):
     def sharding(name, leaf):
         if not isinstance(leaf, QuantizedArray) or leaf.ndim > 2 or leaf.shards != (1, 1):
             return None
-        specs = partition_spec(leaf, mesh, n="model")
+        specs = leaf.partition_spec(mesh, n="model")
         return jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), specs)
 
     found = checkpoint.load(folder, sharding=sharding)

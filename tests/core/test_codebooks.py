@@ -11,7 +11,7 @@ from helpers import dequantized
 from scipy import special
 
 from jaxlowbit import (
-    EXPORT_CHECKS,
+    DISABLED_EXPORT_CHECKS,
     FP8,
     NF4,
     Format,
@@ -153,9 +153,9 @@ def test_derivatives_are_those_of_the_floats():
 def test_exported_programs_keep_the_codebook(format):
     array = quantize(np.random.default_rng(3).normal(size=(64, 64)).astype(np.float32), format)
     lhs = jnp.ones((2, 64))
-    exported = jax.export.export(jax.jit(lambda x, q: x @ q), disabled_checks=EXPORT_CHECKS)(
-        lhs, array
-    )
+    exported = jax.export.export(
+        jax.jit(lambda x, q: x @ q), disabled_checks=DISABLED_EXPORT_CHECKS
+    )(lhs, array)
     stored = exported.serialize()
     again = jax.export.deserialize(stored)
     np.testing.assert_array_equal(again.call(lhs, array), lhs @ array)

@@ -385,8 +385,10 @@ def test_errors_name_the_function_that_was_called(weight, caller):
         "matmul": lambda x: quantized_matmul(x, square),
         "glu": lambda x: jaxlowbit.quantized_glu(x, pair),
         "matmuls": lambda x: jaxlowbit.quantized_matmuls(x, (square, square)),
-        "mlp": lambda x: jaxlowbit.quantized_mlp(x, pair, square),
-        "block": lambda x: jaxlowbit.quantized_block(x, x, square, jnp.ones(16), pair, square),
+        "mlp": lambda x: jaxlowbit.quantized_mlp(x, gate_up=pair, down=square),
+        "block": lambda x: jaxlowbit.quantized_block(
+            x, x, out=square, norm=jnp.ones(16), gate_up=pair, down=square
+        ),
     }[caller]
     with pytest.raises(ValueError, match=f"^quantized_{caller}: .*int32"):
         function(jnp.ones((2, 16), jnp.int32))

@@ -16,7 +16,6 @@ from jaxlowbit import (
     INT4,
     Format,
     QuantizedArray,
-    partition_spec,
     quantize,
     quantized_matmul,
     scan,
@@ -48,7 +47,7 @@ def test_weights_are_integers_of_8_bits(format):
     array = quantize(random(256, 40), format, quantizer="absmax")
     assert array.scale.dtype == jnp.int8 and shape_of(array.tensor_scale) == (40,)
     scale = np.asarray(layout.unpack_groups(array.scale))[:, :40]
-    assert scale.min() >= 1 and scale.max() == format.most_scale
+    assert scale.min() >= 1 and scale.max() == format.max_scale
     integers = np.asarray(dequantized(array, jnp.float32)) / np.asarray(array.unit)[0]
     np.testing.assert_allclose(integers, np.round(integers), atol=1e-4)
     assert np.abs(integers).max() < 128.5
@@ -96,7 +95,7 @@ def test_transformations():
     found = jax.grad(lambda x: jnp.sum(jnp.sin(x @ stack)))(x)
     floats = dequantized(stack, jnp.float32)
     assert_close(found, jax.grad(lambda x: jnp.sum(jnp.sin(x @ floats)))(x))
-    rounded = quantized_matmul(x, stack, activation_dtype=jnp.int8)
+    rounded = quantized_matmul(x, stack, lhs_qtype=jnp.int8)
     np.testing.assert_allclose(rounded, whole, atol=0.05 * float(jnp.abs(whole).max()))
 
     def loss(unit: Any) -> Any:
@@ -123,7 +122,7 @@ def test_meshes(kind):
     mesh, x = make_mesh(kind), jnp.asarray(random(4, 256, seed=1))
     for name, shards in (("n", (1, 1)), ("k", (4, 1))):
         array = quantize(random(256, 512), FORMAT, shards=shards)
-        specs = partition_spec(array, mesh, **{name: "b"})
+        specs = array.partition_spec(mesh, **{name: "b"})
         assert specs.tensor_scale == (jax.P("b") if name == "n" else jax.P(None))
         assert_divides(mesh, kind, name, specs, x, array)
 
@@ -134,13 +133,13 @@ def test_layers():
     @nnx.vmap
     def make(key: Any) -> Any:
         rngs = nnx.Rngs(key)
-        return jl_nnx.QuantizedLinear(64, 64, format=FORMAT, activation_dtype=jnp.int8, rngs=rngs)
+        return jl_nnx.QuantizedLinear(64, 64, format=FORMAT, lhs_qtype=jnp.int8, rngs=rngs)
 
     layers = make(jax.random.split(jax.random.key(0), 3))
     assert layers.kernel.tensor_scale.shape == (3, 64)
     x = jnp.asarray(random(3, 2, 64))
     found = nnx.vmap(lambda layer, x: layer(x))(layers, x)
-    assert_close(found, quantized_matmul(x, layers.kernel, activation_dtype=jnp.int8))
+    assert_close(found, quantized_matmul(x, layers.kernel, lhs_qtype=jnp.int8))
 
 
 def test_which_kernels_read_them():

@@ -16,7 +16,7 @@ from jax.sharding import AxisType
 from meshes import assert_close, make_mesh, product, put
 
 from jaxlowbit import (
-    EXPORT_CHECKS,
+    DISABLED_EXPORT_CHECKS,
     INT4,
     MXFP4,
     MXFP8,
@@ -24,7 +24,6 @@ from jaxlowbit import (
     Format,
     QuantizedArray,
     explain,
-    partition_spec,
     quantize,
     quantized_matmul,
     scan,
@@ -295,7 +294,7 @@ def test_stored_and_exported(format):
     target = quantize(jnp.ones((64, 70)), format)
     restored = serialization.from_bytes(target, serialization.to_bytes(array))
     np.testing.assert_array_equal(restored == array, True)
-    exported = jax.export.export(jax.jit(product), disabled_checks=EXPORT_CHECKS)(x, array)
+    exported = jax.export.export(jax.jit(product), disabled_checks=DISABLED_EXPORT_CHECKS)(x, array)
     again = jax.export.deserialize(exported.serialize())
     np.testing.assert_array_equal(again.call(x, array), x @ array)
 
@@ -313,9 +312,9 @@ def test_transformations():
     found = jax.grad(lambda x: jnp.sum(jnp.sin(x @ stack)))(x)
     floats = dequantized(stack, jnp.float32)
     assert_close(found, jax.grad(lambda x: jnp.sum(jnp.sin(x @ floats)))(x))
-    rounded = quantized_matmul(x, stack, activation_dtype=jnp.int8)
+    rounded = quantized_matmul(x, stack, lhs_qtype=jnp.int8)
     np.testing.assert_allclose(rounded, whole, atol=0.05 * float(jnp.abs(whole).max()))
-    slope = jax.grad(lambda x: quantized_matmul(x, stack, activation_dtype=jnp.int8).sum())(x)
+    slope = jax.grad(lambda x: quantized_matmul(x, stack, lhs_qtype=jnp.int8).sum())(x)
     assert_close(slope, jax.grad(lambda x: (x @ stack).sum())(x))
     silu = quantized_matmul(x, stack, bias=jnp.ones((2, 64)), activation="silu")
     assert_close(silu, jax.nn.silu(whole + 1))
@@ -337,7 +336,7 @@ def test_meshes(kind):
     mesh, x = make_mesh(kind), jnp.asarray(random(4, 256, seed=1))
     for name, shards in (("n", (1, 1)), ("k", (4, 1))):
         array = quantize(random(256, 512), NVFP4, shards=shards)
-        placed = put(array, mesh, partition_spec(array, mesh, **{name: "b"}))
+        placed = put(array, mesh, array.partition_spec(mesh, **{name: "b"}))
         out = jax.P() if kind is AxisType.Explicit and name == "k" else None
         multiply = functools.partial(quantized_matmul, out_sharding=out)
         with jax.set_mesh(mesh):
@@ -353,7 +352,7 @@ def test_meshes(kind):
 def test_a_part_inside_shard_map():
     mesh, x = make_mesh(AxisType.Auto), jnp.asarray(random(4, 256, seed=1))
     array = quantize(random(256, 128), NVFP4)
-    specs = partition_spec(array, mesh, k="b")
+    specs = array.partition_spec(mesh, k="b")
     step = jax.shard_map(
         lambda x, part: jax.lax.psum(x @ part, "b"),
         mesh=mesh,

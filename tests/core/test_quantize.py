@@ -239,7 +239,6 @@ def test_jit_gives_the_same_words():
 
 def test_dequantize_function_and_dtypes():
     array = quantize(normal((64, 70), "bfloat16"), INT4)
-    np.testing.assert_array_equal(jaxlowbit.dequantize(array), array.dequantize())
     assert array.dequantize().dtype == jnp.bfloat16
     exact = array.dequantize(jnp.float32)
     assert exact.dtype == jnp.float32

@@ -15,10 +15,9 @@ from jax.sharding import AxisType
 from meshes import assert_close, assert_divides, make_mesh, product
 
 from jaxlowbit import (
-    EXPORT_CHECKS,
+    DISABLED_EXPORT_CHECKS,
     Format,
     QuantizedArray,
-    partition_spec,
     quantize,
     quantized_glu,
     quantized_matmul,
@@ -33,10 +32,10 @@ from jaxlowbit._core.columns import take_columns
 from jaxlowbit._core.format import format_name, parse_format
 from jaxlowbit._flax.weights import check_values
 
-Q2_K = Format(2, 16, "float", scale="super")
-Q4_K = Format(4, 32, "float", scale="super")
-Q6_K = Format(6, 16, scale="super")
-IQ4_XS = Format(4, 32, codebook="nf4", scale="super")
+Q2_K = Format(2, 16, "float", scale="two_level")
+Q4_K = Format(4, 32, "float", scale="two_level")
+Q6_K = Format(6, 16, scale="two_level")
+IQ4_XS = Format(4, 32, codebook="nf4", scale="two_level")
 FORMATS = [Q2_K, Q4_K, Q6_K, IQ4_XS]
 formats = pytest.mark.parametrize("format", FORMATS, ids=format_name)
 
@@ -135,7 +134,7 @@ def test_meshes(kind, k, axis, shards):
     """Parts of k that are no whole super-blocks have the scales of all, unless they are padded."""
     mesh, x = make_mesh(kind), jnp.asarray(random(4, k, seed=1))
     array = quantize(random(k, 512), Q4_K, shards=shards)
-    specs = partition_spec(array, mesh, **{axis: "b"})
+    specs = array.partition_spec(mesh, **{axis: "b"})
     entry = "b" if axis == "k" and k != 512 else None
     assert specs.scale == specs.zero == jax.P("b" if axis == "n" else None, entry, None)
     assert_divides(mesh, kind, axis, specs, x, array)
@@ -150,14 +149,14 @@ def test_layers():
     x = jnp.asarray(random(3, 2, 256))
     found = nnx.vmap(lambda layer, x: layer(x))(layers, x)
     assert_close(found, x @ layers.kernel)
-    with pytest.raises(ValueError, match="leave scale='super' out of the format"):
+    with pytest.raises(ValueError, match="leave scale='two_level' out of the format"):
         check_values(jnp.full((256, 64), 1e9), Q4_K)
 
 
 def test_exported_programs_know_the_format():
     array = quantize(random(256, 64), Q4_K)
     x = jnp.asarray(random(3, 256))
-    program = export.export(jax.jit(product), disabled_checks=EXPORT_CHECKS)(x, array)
+    program = export.export(jax.jit(product), disabled_checks=DISABLED_EXPORT_CHECKS)(x, array)
     assert_close(export.deserialize(program.serialize()).call(x, array), x @ array)
 
 
@@ -187,7 +186,7 @@ def test_which_products_read_bytes_on_hopper(format, m, k, lhs, reads):
 
 
 COMBINATIONS = [
-    Combination(weights, "super", lhs, zero, group, epilogue, rows, shape, result)
+    Combination(weights, "two_level", lhs, zero, group, epilogue, rows, shape, result)
     for weights, lhs, zero, group, epilogue, rows, shape, result in (
         ("int4", "bfloat16", "float", 32, "gated", 1, (512, 320), "lhs"),
         ("int4", "bfloat16", "float", 32, "all", 1, (256, 192), "float32"),
@@ -241,7 +240,7 @@ def test_calls_of_several_products(m):
     hidden = np.asarray(jax.nn.silu(wide @ floats[0][0]) * (wide @ floats[0][1]))
     want = hidden @ np.asarray(floats[1])
     mlp = jax.jit(functools.partial(quantized_mlp, activation="silu"))
-    got = np.asarray(mlp(x, gate_up, down), np.float32)
+    got = np.asarray(mlp(x, gate_up=gate_up, down=down), np.float32)
     np.testing.assert_allclose(got, want, rtol=0.05, atol=0.02 * np.abs(want).max())
 
 
@@ -261,16 +260,20 @@ def test_from_integers_is_what_it_says():
 
 
 def test_what_is_refused():
-    with pytest.raises(ValueError, match="group_size=48 beside scale='super', but a super-block"):
-        Format(4, 48, scale="super")
-    with pytest.raises(ValueError, match="group_size=-1 beside scale='super'"):
-        Format(4, scale="super")
-    with pytest.raises(ValueError, match="zero='integer' beside scale='super', whose zeros are"):
-        Format(4, 32, "integer", scale="super")
+    with pytest.raises(
+        ValueError, match="group_size=48 beside scale='two_level', but a super-block"
+    ):
+        Format(4, 48, scale="two_level")
+    with pytest.raises(ValueError, match="group_size=-1 beside scale='two_level'"):
+        Format(4, scale="two_level")
+    with pytest.raises(
+        ValueError, match="zero='integer' beside scale='two_level', whose zeros are"
+    ):
+        Format(4, 32, "integer", scale="two_level")
     values, scale = jnp.zeros((256, 8), jnp.uint8), jnp.ones((8, 8), jnp.int8)
     floats = jnp.ones((1, 8))
     pack = functools.partial(QuantizedArray.from_integers, values, format=Q4_K)
-    with pytest.raises(ValueError, match="scale is 'super', but super_scale is missing"):
+    with pytest.raises(ValueError, match="scale is 'two_level', but super_scale is missing"):
         pack(scale, scale)
     with pytest.raises(TypeError, match="but beside zeros it is a pair"):
         pack(scale, scale, super_scale=floats)
@@ -294,7 +297,9 @@ def test_what_is_refused():
             format=Q4_K.expanded,
             super_scale=floats,
         )
-    with pytest.raises(ValueError, match="beyond that of float16 scales; leave scale='super' out"):
+    with pytest.raises(
+        ValueError, match="beyond that of float16 scales; leave scale='two_level' out"
+    ):
         quantize(jnp.full((256, 8), 1e9).at[0].set(-1e9), Q4_K)
-    with pytest.raises(ValueError, match="most groups of a matrix; leave scale='super' out"):
+    with pytest.raises(ValueError, match="most groups of a matrix; leave scale='two_level' out"):
         quantize(1e-9 * random(256, 8), Q4_K)

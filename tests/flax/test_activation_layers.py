@@ -1,4 +1,4 @@
-"""`activation_dtype=` of layers and of `quantize_model`: what they multiply, and refusals."""
+"""`lhs_qtype=` of layers and of `quantize_model`: what they multiply, and refusals."""
 
 import pickle
 from typing import Any
@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import AxisType
 from meshes import make_mesh
 
-from jaxlowbit import EXPORT_CHECKS, INT4, INT8, quantize, quantized_matmul
+from jaxlowbit import DISABLED_EXPORT_CHECKS, INT4, INT8, quantize, quantized_matmul
 from jaxlowbit import linen as jl_linen
 from jaxlowbit import nnx as jl_nnx
 
@@ -29,7 +29,7 @@ def random(*shape: int, seed: int = 0) -> Any:
 
 
 def of_nnx(kind: str, dtype: Any) -> Any:
-    more = {"activation_dtype": dtype, "rngs": nnx.Rngs(0)}
+    more = {"lhs_qtype": dtype, "rngs": nnx.Rngs(0)}
     if kind == "linear":
         return jl_nnx.QuantizedLinear(K, N, **BIAS, **more)
     if kind == "general":
@@ -41,7 +41,7 @@ def of_nnx(kind: str, dtype: Any) -> Any:
 
 
 def of_linen(kind: str, dtype: Any) -> Any:
-    more = {"activation_dtype": dtype}
+    more = {"lhs_qtype": dtype}
     if kind == "linear":
         return jl_linen.QuantizedDense(N, **BIAS, **more)
     if kind == "general":
@@ -55,7 +55,7 @@ def expected(kind: str, x: Any, kernel: Any, bias: Any, dtype: Any) -> Any:
     """The product that a layer is."""
     lhs = x.reshape(*x.shape[:-2], K) if kind == "general" else x
     bias = None if bias is None else bias.reshape(*bias.shape[: kind == "einsum"], N)
-    return quantized_matmul(lhs, kernel, bias=bias, activation_dtype=dtype)
+    return quantized_matmul(lhs, kernel, bias=bias, lhs_qtype=dtype)
 
 
 @dtypes
@@ -84,8 +84,8 @@ def test_layers_of_linen_quantize_their_inputs(kind, dtype):
 
 
 WRONG = {
-    "int4": (ValueError, "activation_dtype is int4, but activations are quantized to int8 or"),
-    3: (TypeError, "activation_dtype is 3, which names no dtype"),
+    "int4": (ValueError, "lhs_qtype is int4, but activations are quantized to int8 or"),
+    3: (TypeError, "lhs_qtype is 3, which names no dtype"),
 }
 
 
@@ -102,24 +102,24 @@ def test_other_dtypes_are_refused(kind, value):
 
 def test_a_layer_is_stored_cloned_and_exported():
     layer, x = of_nnx("linear", "int8"), random(3, K)
-    assert layer.activation_dtype == jnp.int8
+    assert layer.lhs_qtype == jnp.int8
     graph, state = nnx.split(layer)
     assert hash(graph) == hash(nnx.split(of_nnx("linear", jnp.int8))[0])
     for other in (nnx.merge(graph, state), nnx.clone(layer), pickle.loads(pickle.dumps(layer))):
         np.testing.assert_array_equal(other(x), layer(x))
-    assert "activation_dtype" in repr(layer)
+    assert "lhs_qtype" in repr(layer)
     # An exported program adds products of int8 in another order than a call for the CPU it runs on.
     layer = of_nnx("linear", "float8_e4m3fn")
     graph, state = nnx.split(layer)
     call = jax.jit(lambda state, x: nnx.merge(graph, state)(x))
     pure = nnx.as_pure(state)
-    exported = jax.export.export(call, disabled_checks=EXPORT_CHECKS)(pure, x)
+    exported = jax.export.export(call, disabled_checks=DISABLED_EXPORT_CHECKS)(pure, x)
     np.testing.assert_array_equal(exported.call(pure, x), layer(x))
 
 
 def test_a_layer_without_the_attribute_is_one_without_quantized_activations():
     layer, x = of_nnx("linear", None), random(3, K)
-    del layer.activation_dtype  # as in what was pickled before layers had it
+    del layer.lhs_qtype  # as in what was pickled before layers had it
     found = pickle.loads(pickle.dumps(layer))(x)
     np.testing.assert_array_equal(found, of_nnx("linear", None)(x))
 
@@ -164,17 +164,17 @@ CHOICES: list[tuple[Any, dict[str, Any]]] = [
 def test_models_quantize_the_inputs_of_layers(choice, chosen):
     """A lone dtype is for all quantized layers but embeddings; a mapping decides by the path."""
     model = Model(nnx.Rngs(0))
-    report = jl_nnx.quantize_model(model, RULES, activation_dtype=choice)
-    found = {layer.path: layer.activation_dtype for layer in report.layers}
+    report = jl_nnx.quantize_model(model, RULES, lhs_qtype=choice)
+    found = {layer.path: layer.lhs_qtype for layer in report.layers}
     assert found == {name: None for name in found} | chosen
     assert all(f"{dtype} activations" in str(report) for dtype in chosen.values())
     layers: dict[str, Any] = {name: getattr(model, name) for name in found}
-    assert {name: layer.activation_dtype for name, layer in layers.items()} == found
+    assert {name: layer.lhs_qtype for name, layer in layers.items()} == found
 
     def product(name: str, x: Any) -> Any:
         layer = layers[name]
         bias = None if name == "embed" else layer.bias.get_value()
-        return quantized_matmul(x, layer.kernel, bias=bias, activation_dtype=found[name])
+        return quantized_matmul(x, layer.kernel, bias=bias, lhs_qtype=found[name])
 
     x = jax.nn.relu(product("up", model.embed(TOKENS)))
     exact = product("embed", product("down", x))
@@ -186,9 +186,9 @@ def test_models_quantize_the_inputs_of_layers(choice, chosen):
     }
     variables = {"params": {**params, "embed": {"embedding": random(256, K, seed=2)}}}
     quantized, held, report = jl_linen.quantize_model(
-        module, variables, RULES, TOKENS, activation_dtype=choice
+        module, variables, RULES, TOKENS, lhs_qtype=choice
     )
-    assert {layer.path: layer.activation_dtype for layer in report.layers} == found
+    assert {layer.path: layer.lhs_qtype for layer in report.layers} == found
     plain, _, _ = jl_linen.quantize_model(module, variables, RULES, TOKENS)
     out, floats = quantized.apply(held, TOKENS), plain.apply(held, TOKENS)
     assert bool((out == floats).all()) == (not chosen)
@@ -199,11 +199,11 @@ def test_models_quantize_the_inputs_of_layers(choice, chosen):
 
 def test_wrong_choices_of_models_are_refused():
     def choose(choice: Any) -> None:
-        jl_nnx.quantize_model(Model(nnx.Rngs(0)), INT4, activation_dtype=choice)
+        jl_nnx.quantize_model(Model(nnx.Rngs(0)), INT4, lhs_qtype=choice)
 
-    with pytest.raises(ValueError, match="quantize_model: activation_dtype is int4, but"):
+    with pytest.raises(ValueError, match="quantize_model: lhs_qtype is int4, but"):
         choose("int4")
-    with pytest.raises(ValueError, match=r"'up', 'int4'.* is no rule.*or None .activation_dtype"):
+    with pytest.raises(ValueError, match=r"'up', 'int4'.* is no rule.*or None .lhs_qtype"):
         choose({"up": "int4"})
     with pytest.raises(ValueError, match="'embed' matches no layer"):  # whose floats are kept
         choose({"embed": jnp.int8})
@@ -220,8 +220,8 @@ def test_raw_parameters_quantize_inputs():
     model, x = Experts(), random(2, 3, K, seed=1)
     gate = quantize(model.gate[...], INT4)
     layers = [jl_nnx.EinsumParameter("gate", "ebk,ekn->ebn")]
-    jl_nnx.quantize_model(model, INT4, layers=layers, activation_dtype=jnp.int8)
-    exact = quantized_matmul(x, gate, activation_dtype=jnp.int8)
+    jl_nnx.quantize_model(model, INT4, layers=layers, lhs_qtype=jnp.int8)
+    exact = quantized_matmul(x, gate, lhs_qtype=jnp.int8)
     np.testing.assert_array_equal(model(x), exact)
 
 
@@ -230,7 +230,7 @@ def test_meshes(kind):
     """Rows on one axis, columns on the other; k divided, and the result sharded otherwise."""
     mesh = make_mesh(kind)
     x, rhs = random(4, 256), quantize(random(256, 256, seed=1), INT4)
-    whole = quantized_matmul(x, rhs, activation_dtype=jnp.int8)
+    whole = quantized_matmul(x, rhs, lhs_qtype=jnp.int8)
     placed = {"rows": (("a", None), ("b", None)), "k": ((None, "a"), (None, "a"))}
     for name, (lhs_spec, (n, k)) in placed.items():
         put = jax.device_put(x, jax.NamedSharding(mesh, jax.P(*lhs_spec)))
@@ -241,7 +241,7 @@ def test_meshes(kind):
         out = jax.P(None, "b") if kind is AxisType.Explicit else None
 
         def product(x: Any, rhs: Any, out: Any = out) -> Any:
-            return quantized_matmul(x, rhs, activation_dtype=jnp.int8, out_sharding=out)
+            return quantized_matmul(x, rhs, lhs_qtype=jnp.int8, out_sharding=out)
 
         with jax.set_mesh(mesh):
             found = jax.jit(product)(put, rhs._with(**leaves))

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from jaxlowbit import INT4, INT8
-from jaxlowbit.linen import EinsumLayer, check_layout_version, quantize_model
+from jaxlowbit import INT4, INT8, check_layout_version
+from jaxlowbit.linen import EinsumLayer, quantize_model
 
 WIDTH, HEADS, SIZE, HIDDEN = 64, 4, 32, 128
 KEY = jax.random.key(0)

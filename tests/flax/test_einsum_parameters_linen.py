@@ -10,10 +10,9 @@ from flax import linen as nn
 from flax import traverse_util
 from pretrained import IDS, VOCABULARY, WIDTH, Pretrained, Tied
 
-from jaxlowbit import INT8, QuantizedArray
+from jaxlowbit import INT8, QuantizedArray, check_layout_version
 from jaxlowbit.linen import (
     EinsumParameter,
-    check_layout_version,
     quantize_model,
     quantize_pretrained,
 )

@@ -13,7 +13,7 @@ from flax import linen as nn
 from flax import nnx
 from helpers import Oracle, assert_within, dequantize, dequantized, initial
 
-from jaxlowbit import INT4, Format, quantize
+from jaxlowbit import INT4, Format, check_layout_version, quantize
 from jaxlowbit import linen as jl_linen
 from jaxlowbit import nnx as jl_nnx
 from jaxlowbit._core import layout
@@ -178,7 +178,7 @@ def test_initialised_abstract_and_restored(tmp_path):
         checkpointer.save(tmp_path / "layer", nnx.state(layer))
         checkpointer.wait_until_finished()
         nnx.update(restored, checkpointer.restore(tmp_path / "layer", nnx.state(restored)))
-    jl_nnx.check_layout_version(restored)
+    check_layout_version(restored)
     merged = nnx.merge(*nnx.split(restored))
     np.testing.assert_array_equal(merged(TOKENS), layer(TOKENS))
 

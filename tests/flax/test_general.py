@@ -11,11 +11,11 @@ from flax import linen as nn
 from flax import nnx
 from helpers import Oracle, assert_within, dequantize, dequantized, initial
 
-from jaxlowbit import INT4, Format, quantize
+from jaxlowbit import INT4, Format, check_layout_version, quantize
 from jaxlowbit import linen as jl_linen
 from jaxlowbit import nnx as jl_nnx
 from jaxlowbit.linen import QuantizedDenseGeneral
-from jaxlowbit.nnx import QuantizedLinearGeneral, check_layout_version
+from jaxlowbit.nnx import QuantizedLinearGeneral
 
 FORMAT = Format(bits=4, group_size=32, zero="integer")
 KEY = jax.random.key(0)
@@ -179,7 +179,7 @@ def test_abstract_layers_split_and_merge_and_orbax(tmp_path):
     merged = nnx.merge(*nnx.split(restored))
     np.testing.assert_array_equal(merged(x), layer(x))
     restored.version.set_value(jnp.full((2, 3), 2, jnp.uint32))
-    with pytest.raises(ValueError, match=r"in the model: .* layout version \[2\]"):
+    with pytest.raises(ValueError, match=r"^check_layout_version: Quant.* layout version \[2\]"):
         check_layout_version(restored)
 
 

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType
 
-from jaxlowbit import Format, partition_spec
+from jaxlowbit import Format
 from jaxlowbit.nnx import QuantizedEinsum, QuantizedEmbed, QuantizedLinearGeneral
 
 P = jax.P
@@ -76,7 +76,7 @@ CASES = {
 def placed(case: Case, kind: AxisType):
     """A mesh, the layer, and its state and inputs on that mesh."""
     mesh, layer = make_mesh(kind), case.make()
-    specs: Any = partition_spec(layer.kernel, mesh, **case.kernel)
+    specs: Any = layer.kernel.partition_spec(mesh, **case.kernel)
     graphdef, state = nnx.split(layer)
     shardings = jax.tree.map(lambda leaf: jax.NamedSharding(mesh, P()), state)
     state = jax.device_put(state, shardings)

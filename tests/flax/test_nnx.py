@@ -10,11 +10,10 @@ import pytest
 from flax import nnx
 from helpers import Oracle, assert_within, dequantize, initial
 
-from jaxlowbit import INT4, Format, quantize, quantized_matmul
+from jaxlowbit import INT4, Format, check_layout_version, quantize, quantized_matmul
 from jaxlowbit.nnx import (
     QuantizedLinear,
     QuantizedVariable,
-    check_layout_version,
 )
 
 K, N = 96, 80

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from helpers import Oracle, assert_within, dequantize, dequantized
 
-from jaxlowbit import Format, QuantizedArray, linen, quantize
+from jaxlowbit import Format, QuantizedArray, check_layout_version, linen, quantize
 from jaxlowbit import nnx as jl_nnx
 from jaxlowbit._core.columns import take_columns
 from jaxlowbit._flax.linen_variables import variables_of
@@ -102,7 +102,7 @@ def test_nnx_state_through_orbax(tmp_path):
         checkpointer.wait_until_finished()
         for restored in (abstract, again):
             nnx.update(restored, checkpointer.restore(tmp_path / "layer", nnx.state(restored)))
-            jl_nnx.check_layout_version(restored)
+            check_layout_version(restored)
             np.testing.assert_array_equal(restored(random(5, K)), layer(random(5, K)))
 
 

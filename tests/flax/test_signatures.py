@@ -37,7 +37,7 @@ def test_constructors_take_the_same(theirs, ours):
     """With the same defaults; Linen's `Einsum` may have its equation in each call instead."""
     wanted, found = parameters(theirs.__init__), parameters(ours.__init__)
     assert wanted.keys() - found.keys() == LAYERS[theirs, ours]
-    assert found.keys() - wanted.keys() == {"format", "shards", "activation_dtype"}
+    assert found.keys() - wanted.keys() == {"format", "shards", "lhs_qtype"}
     for name in (wanted.keys() & found.keys()) - {"einsum_str"}:
         default, own = wanted[name].default, found[name].default
         initialiser = name.endswith("_init")  # a function, made anew for each class

@@ -110,7 +110,7 @@ def test_tokens_of_zeros_and_of_no_numbers(dtype):
     x = normal((256, 512), "bfloat16", 0)
     x = x.at[3].set(0).at[5, 7].set(jnp.nan).at[9, 1].set(jnp.inf)
     rhs = quantize(normal((512, 128), "bfloat16", 1), WEIGHTS[dtype][0])
-    product = functools.partial(quantized_matmul, activation_dtype=dtype)
+    product = functools.partial(quantized_matmul, lhs_qtype=dtype)
     assert is_one_call(product, x, rhs, name="rounded_activations")
     found = np.asarray(jax.jit(product)(x, rhs)).astype(np.float64)
     np.testing.assert_array_equal(found[3], 0)
@@ -133,12 +133,16 @@ def test_a_block_rounds_its_rows(dtype, format, m, width, hidden, silent):
     out, gate_up = weight(width, width, seed=3), weight(2, width, hidden, seed=4)
     down, following = weight(hidden, width, seed=5), [weight(width, n, seed=n) for n in (208, 72)]
     operands = attended, x, out, norm * float(not silent), gate_up, down
-    options = {"activation_dtype": dtype, "activation": "gelu_tanh", "following": (norm, following)}
-    block = functools.partial(quantized_block, **options)
+    options = {"lhs_qtype": dtype, "activation": "gelu_tanh", "following": (norm, following)}
+
+    def block(attended, x, out, norm, gate_up, down):
+        weights: Any = {"out": out, "norm": norm, "gate_up": gate_up, "down": down}
+        return quantized_block(attended, x, **weights, **options)
+
     assert is_one_call(block, *operands, name="rounded_block")
 
     # One operation at a time, since XLA does not round between those of one program.
-    product = functools.partial(quantized_matmul, activation_dtype=dtype)
+    product = functools.partial(quantized_matmul, lhs_qtype=dtype)
     y = x + product(attended, out)
     normed = rms_norm(y, operands[3], 1e-5)
     wide = functools.partial(product, normed, preferred_element_type=jnp.float32)
@@ -173,7 +177,7 @@ def test_derivatives_are_those_of_the_composition():
     x, rhs = normal((256, 512), "float32", 0), quantize(normal((512, 128), "float32", 1), INT4)
 
     def loss(x: Any, backend: Any) -> Any:
-        out = quantized_matmul(x, rhs, activation_dtype=jnp.int8, backend=backend)
+        out = quantized_matmul(x, rhs, lhs_qtype=jnp.int8, backend=backend)
         return jnp.sum(out**2)
 
     found, expected = (
@@ -279,7 +283,7 @@ def test_every_value_that_the_product_rounds_is_that_of_numpy(k, dtype, out):
     rhs = QuantizedArray.from_integers(np.eye(k, dtype=np.int8), jnp.ones((1, k)), format=Format(8))
     whole = tokens(9, k, "bfloat16")
     product = jax.jit(
-        functools.partial(quantized_matmul, activation_dtype=dtype, preferred_element_type=out)
+        functools.partial(quantized_matmul, lhs_qtype=dtype, preferred_element_type=out)
     )
     for first, m in [
         *((row, 1) for row in range(9)),
@@ -310,7 +314,7 @@ def test_few_rows_at_odd_places_and_results_over_them(monkeypatch, dtype, own_bu
         jnp.ones((1, d)),
         format=Format(8),
     )
-    product = functools.partial(quantized_matmul, activation_dtype=dtype)
+    product = functools.partial(quantized_matmul, lhs_qtype=dtype)
     x, flat = normal((3 * m, d), "bfloat16", 0), normal((m * d + 3,), "bfloat16", 2)
     apart = jax.jit(lambda x, rhs: product(x, rhs))
     tolerance = 0 if dtype == "int8" else 0.01
@@ -339,7 +343,7 @@ def test_few_rows_at_odd_places_and_results_over_them(monkeypatch, dtype, own_bu
 def test_products_of_few_rows(format, kind, dtype):
     k, n = 1024, 200
     rhs = quantize(normal((k, n), "bfloat16", 1), format)
-    product = functools.partial(quantized_matmul, activation_dtype=dtype)
+    product = functools.partial(quantized_matmul, lhs_qtype=dtype)
     for m in (1, 5, 8, 9, 16, 32)[: 6 if format.bits <= 4 else 5]:
         x = tokens(40, k, kind)[:m]
         assert is_one_call(product, x, rhs, name="rounded_activations")
@@ -361,7 +365,7 @@ def test_the_product_is_that_of_rounded_activations(dtype, format, kind):
     x, rhs = tokens(m, k, kind), quantize(normal((k, n), "bfloat16", 1), format)
     values, scale = rounding(x, dtype)
     given = QuantizedActivations(jnp.asarray(values).astype(dtype), jnp.asarray(scale), x.dtype)
-    product = functools.partial(quantized_matmul, activation_dtype=dtype)
+    product = functools.partial(quantized_matmul, lhs_qtype=dtype)
     assert is_one_call(product, x, rhs, name="rounded_activations")
     expected = jax.jit(quantized_matmul)(given, rhs)
     batch = jax.jit(jax.vmap(product, (0, None)))(x.reshape(7, 43, k), rhs)
@@ -385,7 +389,7 @@ def test_operands_at_odd_places_and_results_over_them(monkeypatch, dtype, own_bu
         monkeypatch.setattr(call, "apart", lambda *arrays: arrays)
     d, m = 512, 256
     rhs = quantize(normal((d, d), "bfloat16", 1), WEIGHTS[dtype][0])
-    product = functools.partial(quantized_matmul, activation_dtype=dtype)
+    product = functools.partial(quantized_matmul, lhs_qtype=dtype)
     x, flat = normal((3 * m, d), "bfloat16", 0), normal((m * d + 3,), "bfloat16", 2)
     apart = jax.jit(lambda x, rhs: product(x, rhs))
 
@@ -422,7 +426,7 @@ def test_a_chain_in_a_captured_graph(dtype, m):
     """Eight calls, whose weights are computed in the same program; replays with other values."""
     d = 1024
     weights = [quantize(normal((d, d), "bfloat16", i), WEIGHTS[dtype][0]) for i in range(8)]
-    product = functools.partial(quantized_matmul, activation_dtype=dtype)
+    product = functools.partial(quantized_matmul, lhs_qtype=dtype)
 
     def chain(x: Any, weights: Any) -> Any:
         for rhs in weights:

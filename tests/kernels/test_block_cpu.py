@@ -56,7 +56,12 @@ def block(rows, dtype, format, *, one_call, activation: Any = "silu", follows=Tr
     def run(attended, residual):
         following = (norm, (w["q"], w["k"])) if follows else None
         return quantized_block(
-            *(attended, residual, w["out"], norm, w["pair"], w["down"]),
+            attended,
+            residual,
+            out=w["out"],
+            norm=norm,
+            gate_up=w["pair"],
+            down=w["down"],
             following=following,
             activation=activation,
         )
@@ -115,7 +120,9 @@ def test_units_of_gate_and_up_from_a_stack(format):
 
     def run(attended, residual, pair):
         gate_up = stack.select(pair)
-        return quantized_block(attended, residual, w["out"], norm, gate_up, w["down"])
+        return quantized_block(
+            attended, residual, out=w["out"], norm=norm, gate_up=gate_up, down=w["down"]
+        )
 
     attended, residual = normal(3, 40, seed=7), normal(3, D, seed=8)
     operands = attended.astype(jnp.bfloat16), residual.astype(jnp.bfloat16)
@@ -138,7 +145,13 @@ def test_following_products_of_several_widths():
 
     def run(attended, residual):
         return quantized_block(
-            *(attended, residual, w["out"], norm, w["pair"], w["down"]), following=(norm, following)
+            attended,
+            residual,
+            out=w["out"],
+            norm=norm,
+            gate_up=w["pair"],
+            down=w["down"],
+            following=(norm, following),
         )
 
     operands = normal(1, 40, seed=7), rows

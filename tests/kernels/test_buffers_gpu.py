@@ -48,7 +48,10 @@ FORMS: dict[str, tuple[Any, Any]] = {
     ),
     "permuted": (functools.partial(uniform, permuted=True), quantized_matmul),
     "gated pair": (functools.partial(uniform, stack=(2,)), quantized_glu),
-    "mlp": (functools.partial(uniform, stack=(3,)), lambda x, q: quantized_mlp(x, q[:2], q[2])),
+    "mlp": (
+        functools.partial(uniform, stack=(3,)),
+        lambda x, q: quantized_mlp(x, gate_up=q[:2], down=q[2]),
+    ),
     "the first of several": (
         functools.partial(uniform, stack=(2,)),
         lambda x, q: quantized_matmuls(x, [*q])[0],
@@ -195,7 +198,7 @@ def norm_at_1() -> None:
     flat, take = inside(norm, 1)
 
     def block(lhs: Any, norm: Any) -> Any:
-        return quantized_block(lhs, lhs, out, norm, pair, down)
+        return quantized_block(lhs, lhs, out=out, norm=norm, gate_up=pair, down=down)
 
     got = jax.jit(lambda lhs, flat: block(lhs, take(flat)))(lhs, flat)
     assert_close(got, jax.jit(block)(lhs, norm), k=f, products=3)

@@ -57,7 +57,7 @@ def array_of(format: Format, scales: np.ndarray, dtype: str) -> QuantizedArray:
         codes = (codes.astype(np.int16) - format.offset).astype(np.int8)
     tensor = jnp.float32(0.5) if format.has_tensor_scale else None
     if format.scale == "int8":
-        scales = np.ceil(scales * format.most_scale)
+        scales = np.ceil(scales * format.max_scale)
     scale = jnp.asarray(scales).astype(format.scale_dtype or dtype)
     return QuantizedArray.from_integers(codes, scale, tensor_scale=tensor, format=format)
 

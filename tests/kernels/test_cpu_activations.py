@@ -10,7 +10,7 @@ import pytest
 from helpers import PLATFORM, Oracle, Weight, calls, dequantize
 
 from jaxlowbit import (
-    EXPORT_CHECKS,
+    DISABLED_EXPORT_CHECKS,
     INT4,
     Format,
     QuantizedActivations,
@@ -123,7 +123,7 @@ def test_where_there_is_one_call():
     assert found(rows(1), rhs) == (one if ISA in ("vnni", "amx") else others)
     assert found(rows(64), rhs) == (one if ISA == "vnni" else others)
     floats = jnp.ones((1, K))
-    product_of_floats = functools.partial(quantized_matmul, activation_dtype=jnp.int8)
+    product_of_floats = functools.partial(quantized_matmul, lhs_qtype=jnp.int8)
     rounding = calls(product_of_floats, floats, rhs, platform="cpu")
     assert rounding == found(rows(1), rhs)
     float8 = QuantizedActivations(jnp.ones((1, K), jnp.float8_e4m3fn), jnp.ones((1, 1)))
@@ -131,7 +131,7 @@ def test_where_there_is_one_call():
     assert found(rows(1), quantize(jnp.ones((K, N)), "nf4")) == others
     assert found(rows(1), quantize(jnp.ones((K, N)), "int4-g32-e4m3")) == others
     assert found(rows(0), rhs) == []
-    exported = jax.export.export(product, disabled_checks=EXPORT_CHECKS)(rows(1), rhs)
+    exported = jax.export.export(product, disabled_checks=DISABLED_EXPORT_CHECKS)(rows(1), rhs)
     assert "quantized_activations" not in exported.mlir_module()
 
 

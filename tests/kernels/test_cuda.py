@@ -223,7 +223,7 @@ def test_programs_running_at_once_do_not_disturb_each_other():
         first = x @ rhs
         other = (large + jnp.max(first)) @ large
         x = jnp.where(jnp.isfinite(other).all(), x, 0)  # no bit of it, but after it
-        return first, x @ rhs, quantized_mlp(first, gate_up, down, backend="cuda")
+        return first, x @ rhs, quantized_mlp(first, gate_up=gate_up, down=down, backend="cuda")
 
     def run(lhs, want):
         outs = [step(lhs) for _ in range(50)]

@@ -43,7 +43,10 @@ pytestmark = pytest.mark.gpu
 FORMATS = [INT4, UINT4, Format(4, 64, "float"), Format(8, 32, "integer"), NF4, MXFP4]
 # Wide enough to select the small-M Hopper kernel for every weight.
 WIDE = 1024
-mlp = functools.partial(quantized_mlp, backend="cuda")
+
+
+def mlp(x, gate_up, down, **options):
+    return quantized_mlp(x, gate_up=gate_up, down=down, backend="cuda", **options)
 
 
 def custom_calls(f, *args):
@@ -132,7 +135,14 @@ def test_blocks_in_one_call_each(width, m, dtype):
         for out, norm, gate_up, down, qkv in layers:
             following = 2 * norm, qkv
             x, (q, k) = quantized_block(
-                attended, x, out, norm, gate_up, down, following=following, backend=backend
+                attended,
+                x,
+                out=out,
+                norm=norm,
+                gate_up=gate_up,
+                down=down,
+                following=following,
+                backend=backend,
             )
             attended = q + jnp.tanh(k)[:, :1]
         return x, attended
@@ -229,7 +239,8 @@ def test_normalizations_of_a_block(m, dtype, large):
         return rows / np.sqrt(mean + 1e-5) * np.asarray(scales, np.float64)
 
     block = functools.partial(quantized_block, backend="cuda", following=(32 * norm, [weight]))
-    y, (product,) = jax.jit(block)(attended, x, out, norm, gate_up, down)
+    weights = {"out": out, "norm": norm, "gate_up": gate_up, "down": down}
+    y, (product,) = jax.jit(block)(attended, x, **weights)
     y, product = np.asarray(y, np.float64), np.asarray(product, np.float64)
     with np.errstate(over="ignore"):
         total = np.asarray(x, np.float64) + np.asarray(attended, np.float64) @ dequantize(out).value

@@ -149,7 +149,7 @@ def test_quantized_activations(m, dtype, format, device, said):
     (values,) = re.findall(r"^values   (.*)$", given, re.MULTILINE)
     assert said in values
     assert ("qmm_sm90, " in given) >= (values == "in 8 bits")
-    rounded = explain(like(m, K), weight(format), activation_dtype=dtype, device=device)
+    rounded = explain(like(m, K), weight(format), lhs_qtype=dtype, device=device)
     assert f"bfloat16, rounded to {dtype}, ({m}, {K}) @" in rounded
     assert rounded.splitlines()[1:] == given.splitlines()[1:]
     if values == "in 8 bits":
@@ -181,10 +181,10 @@ def test_quantized_activations_on_the_cpu(monkeypatch):
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="explain: activation_dtype is int4"):
-        explain(like(1, K), weight(), activation_dtype="int4")
-    with pytest.raises(ValueError, match="lhs is quantized already; leave activation_dtype out"):
-        explain(quantized(5), weight(), activation_dtype="int8")
+    with pytest.raises(ValueError, match="explain: lhs_qtype is int4"):
+        explain(like(1, K), weight(), lhs_qtype="int4")
+    with pytest.raises(ValueError, match="lhs is quantized already; leave lhs_qtype out"):
+        explain(quantized(5), weight(), lhs_qtype="int8")
     with pytest.raises(ValueError, match=r"device='H300' is unknown; .* one of cpu, A100, .*\.$"):
         explain(like(1, K), weight(), device="H300")
     with pytest.raises(ValueError, match="the last axis of lhs must be k=4096"):

@@ -35,7 +35,9 @@ def blocks(layers: Any, x: Any) -> Any:
     attended = x
     for out, norm, pair, down, weights in layers:
         following = (norm, weights)
-        x, (q, k) = quantized_block(attended, x, out, norm, pair, down, following=following)
+        x, (q, k) = quantized_block(
+            attended, x, out=out, norm=norm, gate_up=pair, down=down, following=following
+        )
         attended = q + jnp.tanh(k)[:, :1]
     return x, attended
 

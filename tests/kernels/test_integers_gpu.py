@@ -11,7 +11,7 @@ from integer_weights import FORMATS, exact, values, weights
 
 from jaxlowbit import Format, QuantizedArray, integer_matmul
 from jaxlowbit._core.format import format_name
-from jaxlowbit._matmul.integers import most_k
+from jaxlowbit._matmul.integers import max_k
 
 pytestmark = pytest.mark.gpu
 IN_8_BITS = [Format(4), Format(8), Format(4, 64, scale="int8"), Format(4, 128, scale="int8")]
@@ -53,7 +53,7 @@ def _wide(x: Any, integers: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("of_values", [-1, 1])
 def test_extremes(format, extreme, of_values):
     """Sums as large as they can be, up to where int32 ends."""
-    k = most_k(Format(8))
+    k = max_k(Format(8))
     integers, rhs = weights(format, k, 3, extreme=extreme)
     for m in (2, 70):
         x = values(m, k, extreme=of_values)

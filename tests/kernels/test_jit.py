@@ -276,17 +276,17 @@ def test_every_instance_has_one_name():
     for bits in WIDTHS:
         for family, expression, ahead_of_time, *types, zero, codebook in ffi.instances(bits):
             assert family in FAMILIES
-            hopper = not ("float" in types or zero.endswith("kFloat"))
+            hopper = not ("float32" in types or zero == "float")
             usual = {"sm80": "PartialSums::kNone" in expression, "sm80_transposed": False}.get(
                 family, hopper
             )
             # Tiles of qmm_sm90 after the seventh are prebuilt only for the commonest types.
             tile = re.search(r"ZeroKind::\w+, \d, (\d+)", expression) if family == "sm90" else None
             between = tile is not None and int(tile[1]) >= 7
-            plain = bits == 4 and types[0] == "__nv_bfloat16" and zero.endswith("kNone")
-            narrow = types[1] == "int8_t" or "jaxlowbit" in types[1]
+            plain = bits == 4 and types[0] == "bfloat16" and zero == "none"
+            narrow = "8" in types[1]
             integers = codebook == "none" and not narrow
-            floats = types[0] in ("__nv_bfloat16", "__half")
+            floats = types[0] in ("bfloat16", "float16")
             held = floats and integers and bits in ffi.KERNEL_BITS
             held = held and usual and (plain or not between) and "kRounds" not in expression
             assert ahead_of_time == held, expression

@@ -110,14 +110,20 @@ def test_mlp_and_block(format, rows):
 
     def mlp(x, layer):
         return quantized_mlp(
-            x, pairs.select(jnp.array([2 * layer, 2 * layer + 1])), downs.select(layer)
+            x, gate_up=pairs.select(jnp.array([2 * layer, 2 * layer + 1])), down=downs.select(layer)
         )
 
     def block(attended, x, layer):
         gate_up = pairs.select(jnp.array([2 * layer, 2 * layer + 1]))
         following = norm, (q.select(layer), q.select(1 - layer))
         return quantized_block(
-            attended, x, out, norm, gate_up, downs.select(layer), following=following
+            attended,
+            x,
+            out=out,
+            norm=norm,
+            gate_up=gate_up,
+            down=downs.select(layer),
+            following=following,
         )
 
     for layer in range(2):

@@ -1,4 +1,4 @@
-"""`activation_dtype=` of `jaxlowbit.llm`: blocks multiply quantized activations, one by one."""
+"""`lhs_qtype=` of `jaxlowbit.llm`: blocks multiply quantized activations, one by one."""
 
 import sys
 import types
@@ -32,7 +32,7 @@ def make_mesh() -> jax.sharding.Mesh:
 
 
 def decoder(config: Any, weights: Any, dtype: Any, **options: Any) -> Decoder:
-    return Decoder(config, weights, dtype=jnp.float32, activation_dtype=dtype, **options)
+    return Decoder(config, weights, dtype=jnp.float32, lhs_qtype=dtype, **options)
 
 
 def logits(decoder: Decoder) -> np.ndarray:
@@ -89,7 +89,7 @@ def test_on_a_mesh_a_token_has_one_scale(name, dtype):
     mesh = make_mesh()
     divided = shard(LanguageModel(one), mesh).decoder
     want, found = logits(one), logits(divided)
-    assert divided.activation_dtype == one.activation_dtype == jnp.dtype(dtype)
+    assert divided.lhs_qtype == one.lhs_qtype == jnp.dtype(dtype)
     assert np.median(np.abs(found - want)) < 1e-5 * np.abs(want).max()
     assert np.abs(found - want).max() < 0.02 * np.abs(want).max()
 
@@ -105,21 +105,21 @@ def test_what_is_not_finite_on_one_device_is_so_on_all():
 
 
 def test_a_model_generates():
-    found = init(LLAMA, INT4.replace(group_size=32), activation_dtype=jnp.int8)
-    assert found.decoder.activation_dtype == jnp.int8
-    assert found.decoder.activation_rows == 1
+    found = init(LLAMA, INT4.replace(group_size=32), lhs_qtype=jnp.int8)
+    assert found.decoder.lhs_qtype == jnp.int8
+    assert found.decoder.lhs_min_rows == 1
     x = jnp.zeros((1, 1, LLAMA.width))
     assert all(block.rounds(x) and block.fused(x) for block in found.decoder.blocks)
     assert len(generate(found, [3, 1, 4], max_new_tokens=4).tokens) == 4
 
 
 def test_few_tokens_are_floats():
-    """As they are without a dtype, from one token less than `activation_rows` on."""
+    """As they are without a dtype, from one token less than `lhs_min_rows` on."""
     weights = random(LLAMA)
     floats = logits(decoder(LLAMA, weights, None))
     assert TOKENS.size == 24
     for rows in (24, 25):
-        found = logits(decoder(LLAMA, weights, "int8", activation_rows=rows))
+        found = logits(decoder(LLAMA, weights, "int8", lhs_min_rows=rows))
         assert np.array_equal(found, floats) == (rows == 25)
 
 
@@ -129,8 +129,8 @@ def test_a_gpu_rounds_what_it_multiplies_in_8_bits(monkeypatch):
     gpu = types.SimpleNamespace(platform="gpu")
     monkeypatch.setattr("jax.devices", lambda *_: [gpu])
     grouped = decoder(LLAMA, weights, "int8")
-    assert grouped.activation_rows == 192
-    assert decoder(LLAMA, weights, None).activation_rows == 1
+    assert grouped.lhs_min_rows == 192
+    assert decoder(LLAMA, weights, None).lhs_min_rows == 1
     monkeypatch.setattr(
         "jaxlowbit._llm.decoder.least_rows",
         lambda dtype, weight: 32 + (weight.n == LLAMA.hidden),
@@ -146,16 +146,16 @@ def test_the_report_names_the_dtype(tmp_path):
         pytest.importorskip(package, reason=f"{package} is not installed")
     from model_files import write_tiny
 
-    loaded = load(write_tiny(tmp_path), activation_dtype="int8", progress=False)
-    chosen = {tensor.name: tensor.activation_dtype for tensor in loaded.report.tensors}
+    loaded = load(write_tiny(tmp_path), lhs_qtype="int8", progress=False)
+    chosen = {tensor.name: tensor.lhs_qtype for tensor in loaded.report.tensors}
     assert chosen["layers.0.q"] == chosen["layers.1.down"] == jnp.int8
     assert chosen["embedding"] is chosen["layers.0.attention_norm"] is None
     assert "int8 activations" in str(loaded.report)
 
 
 WRONG = {
-    "int4": (ValueError, "activation_dtype is int4, but activations are quantized to int8 or"),
-    3: (TypeError, "activation_dtype is 3, which names no dtype"),
+    "int4": (ValueError, "lhs_qtype is int4, but activations are quantized to int8 or"),
+    3: (TypeError, "lhs_qtype is 3, which names no dtype"),
 }
 
 
@@ -165,18 +165,18 @@ def test_other_dtypes_are_refused(value):
     with pytest.raises(error, match=f"^Decoder: {sentence}"):
         decoder(LLAMA, random(LLAMA), value)
     with pytest.raises(error, match=f"^init: {sentence}"):
-        init(LLAMA, activation_dtype=value)
+        init(LLAMA, lhs_qtype=value)
     with pytest.raises(error, match=f"^load: {sentence}"):
-        load("nowhere.gguf", activation_dtype=value)
+        load("nowhere.gguf", lhs_qtype=value)
 
 
 @pytest.mark.parametrize(("rows", "error"), [(0, ValueError), ("3", TypeError), (True, TypeError)])
 def test_other_rows_are_refused(rows, error):
-    sentence = f"activation_rows is {rows!r}, but it is a number of tokens from 1 on, or None"
+    sentence = f"lhs_min_rows is {rows!r}, but it is a number of tokens from 1 on, or None"
     for caller, call in (
-        ("Decoder", lambda: decoder(LLAMA, random(LLAMA), "int8", activation_rows=rows)),
-        ("init", lambda: init(LLAMA, activation_rows=rows)),
-        ("load", lambda: load("nowhere.gguf", activation_rows=rows)),
+        ("Decoder", lambda: decoder(LLAMA, random(LLAMA), "int8", lhs_min_rows=rows)),
+        ("init", lambda: init(LLAMA, lhs_min_rows=rows)),
+        ("load", lambda: load("nowhere.gguf", lhs_min_rows=rows)),
     ):
         with pytest.raises(error, match=f"^{caller}: {sentence}"):
             call()
@@ -191,14 +191,14 @@ def test_the_command_passes_the_dtype_on(name, monkeypatch):
     monkeypatch.setattr(command, "keep_programs", lambda: None)
     monkeypatch.setattr(command, "bench", lambda *_, **sizes: sys.exit())
     path = "llama3-8b" if name == "init" else "model.gguf"
-    flags = ["--activation-dtype", "float8_e4m3fn", "--activation-rows", "3"]
+    flags = ["--lhs-qtype", "float8_e4m3fn", "--lhs-min-rows", "3"]
     with pytest.raises(SystemExit):
         main(["bench", path, *flags])
-    assert [options["activation_dtype"] for options in given] == ["float8_e4m3fn"]
-    assert [options["activation_rows"] for options in given] == [3]
+    assert [options["lhs_qtype"] for options in given] == ["float8_e4m3fn"]
+    assert [options["lhs_min_rows"] for options in given] == [3]
 
 
 def test_the_command_refuses_other_dtypes(capsys):
     with pytest.raises(SystemExit):
-        main(["bench", "llama3-8b", "--activation-dtype", "int4"])
+        main(["bench", "llama3-8b", "--lhs-qtype", "int4"])
     assert "invalid choice: 'int4'" in capsys.readouterr().err

@@ -360,7 +360,7 @@ def test_bench(capsys):
     ("arguments", "sentence"),
     [
         (["generate", "m", "--prompt", ""], "--prompt is empty"),
-        (["generate", "m", "--prompt", "x", "--activation-rows", "4"], "--activation-rows 4 chan"),
+        (["generate", "m", "--prompt", "x", "--lhs-min-rows", "4"], "--lhs-min-rows 4 chan"),
         (["generate", "m", "--prompt", "x", "--temperature", "-1"], "--temperature is -1.0"),
         (["generate", "m", "--prompt", "x", "--format", "int99"], "bits=99"),
         (["generate", "m", "--prompt", "x", "--raw", "--system", "s"], "--system and --template"),

@@ -199,7 +199,6 @@ def test_entries_that_a_file_lacks_are_those_of_the_class(kind, tmp_path):
             {"text_config": SIZES | {"tie_word_embeddings": False}} | {"tie_word_embeddings": True},
         ),
         ("gemma3", {"text_config": SIZES | {"model_type": "gemma2"}}),
-        ("llama", {"quantization": {"group_size": 64, "bits": 4}}),
         ("llama", {"compression_config": {"quant_method": "compressed-tensors"}}),
     ],
 )

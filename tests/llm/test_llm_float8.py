@@ -150,7 +150,7 @@ def test_models_compute_what_the_checkpoint_means(tmp_path):
 
 def test_activations_are_rounded_where_it_is_asked_for(tmp_path):
     path, exact = folder(tmp_path, "channel")
-    model = llm.load(path, dtype=jnp.float32, activation_dtype="float8_e4m3fn", progress=False)
+    model = llm.load(path, dtype=jnp.float32, lhs_qtype="float8_e4m3fn", progress=False)
     assert "float8_e4m3fn activations" in str(model.report)
     (block,) = model.decoder.blocks
     x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 4, 256)), jnp.float32)

@@ -11,7 +11,7 @@ from helpers import Oracle, call_names, calls, dequantize, dequantized, describe
 from pairwise import pairwise
 
 from jaxlowbit import (
-    EXPORT_CHECKS,
+    DISABLED_EXPORT_CHECKS,
     FP8,
     INT4,
     INT8,
@@ -107,7 +107,7 @@ def test_products_are_within_the_bound(dtype, format, kind):
     exact = oracle.exact * scale
     bound = oracle.bound(jnp.float32) * scale
     bound += float(jnp.finfo(kind).eps) * (np.abs(exact) + bound) + float(jnp.finfo(kind).tiny)
-    for found in (lhs @ rhs, quantized_matmul(x, rhs, activation_dtype=dtype)):
+    for found in (lhs @ rhs, quantized_matmul(x, rhs, lhs_qtype=dtype)):
         assert found.dtype == kind
         assert (np.abs(np.asarray(found).astype(np.float64) - exact) <= bound).all()
     wide = quantized_matmul(lhs, rhs, preferred_element_type=jnp.float32)
@@ -129,9 +129,9 @@ def test_an_epilogue_follows_the_scales(dtype):
     x, rhs = activations(), weight()
     bias, residual = activations((70,), seed=3), activations((5, 70), seed=4)
     options: dict[str, Any] = {"bias": bias, "activation": "silu", "residual": residual}
-    plain = quantized_matmul(x, rhs, activation_dtype=dtype)
+    plain = quantized_matmul(x, rhs, lhs_qtype=dtype)
     expected = jax.nn.silu(plain + bias[None]) + residual
-    found = quantized_matmul(x, rhs, activation_dtype=dtype, **options)
+    found = quantized_matmul(x, rhs, lhs_qtype=dtype, **options)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
     given = quantized_matmul(quantize_activations(x, dtype), rhs, **options)
     np.testing.assert_array_equal(given, found)
@@ -144,7 +144,7 @@ def test_rows_mapped_beside_a_stack(dtype):
     x = activations((3, 5, 64))
 
     def product(x: Any) -> Any:
-        return quantized_matmul(x, stack, activation_dtype=dtype)
+        return quantized_matmul(x, stack, lhs_qtype=dtype)
 
     each = jnp.stack([product(rows) for rows in x])
     assert each.shape == (3, 3, 5, 70)
@@ -157,11 +157,11 @@ def test_derivatives_pass_the_rounding(dtype):
     x, rhs = activations((3, 64)), weight(64, 64)
 
     def found(x, scale):
-        product = quantized_matmul(x, rhs._with(scale=scale), activation_dtype=dtype)
+        product = quantized_matmul(x, rhs._with(scale=scale), lhs_qtype=dtype)
         return jnp.sum(jnp.sin(product))
 
     rounded = quantize_activations(x, dtype).dequantize()
-    inner = quantized_matmul(x, rhs, activation_dtype=dtype)
+    inner = quantized_matmul(x, rhs, lhs_qtype=dtype)
     along = jnp.cos(inner)  # cotangent of sin
 
     def expected(x, scale):
@@ -172,7 +172,7 @@ def test_derivatives_pass_the_rounding(dtype):
     for a, b in zip(own, others, strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-2 * float(jnp.abs(b).max()))
     tangent = activations((3, 64), seed=5)
-    moved = jax.jvp(lambda x: quantized_matmul(x, rhs, activation_dtype=dtype), (x,), (tangent,))[1]
+    moved = jax.jvp(lambda x: quantized_matmul(x, rhs, lhs_qtype=dtype), (x,), (tangent,))[1]
     np.testing.assert_allclose(moved, tangent @ rhs, rtol=1e-5, atol=1e-5)
 
 
@@ -180,22 +180,22 @@ def test_derivatives_pass_the_rounding(dtype):
 def test_transformations(dtype):
     """Kernels round weights to bfloat16 depending on M."""
     x, rhs = activations((4, 3, 64)), weight(64)
-    whole = quantized_matmul(x, rhs, activation_dtype=dtype)
+    whole = quantized_matmul(x, rhs, lhs_qtype=dtype)
     rounding = 2.0**-7 * float(jnp.abs(whole).max())
-    product = jax.jit(lambda x, rhs: quantized_matmul(x, rhs, activation_dtype=dtype))
+    product = jax.jit(lambda x, rhs: quantized_matmul(x, rhs, lhs_qtype=dtype))
     np.testing.assert_allclose(product(x, rhs), whole, rtol=0, atol=rounding)
     mapped = jax.vmap(product, (0, None))(x, rhs)
     np.testing.assert_allclose(mapped, whole, rtol=0, atol=rounding)
     stack = quantize(activations((2, 64, 70), seed=2), INT4)
     both = jax.vmap(product, (None, 0))(x[0], stack)
-    each = [quantized_matmul(x[0], stack[i], activation_dtype=dtype) for i in range(2)]
+    each = [quantized_matmul(x[0], stack[i], lhs_qtype=dtype) for i in range(2)]
     np.testing.assert_allclose(both, jnp.stack(each), rtol=0, atol=rounding)
     lhs = quantize_activations(x, dtype)
     given = jax.jit(lambda lhs, rhs: lhs @ rhs)(lhs, rhs)
     np.testing.assert_allclose(given, whole, rtol=0, atol=rounding)
-    vector = quantized_matmul(x[0, 0], rhs, activation_dtype=dtype)
+    vector = quantized_matmul(x[0, 0], rhs, lhs_qtype=dtype)
     np.testing.assert_allclose(vector, whole[0, 0], rtol=0, atol=rounding)
-    assert quantized_matmul(x[:, :0], rhs, activation_dtype=dtype).shape == (4, 0, 70)
+    assert quantized_matmul(x[:, :0], rhs, lhs_qtype=dtype).shape == (4, 0, 70)
     assert repr(lhs) == f"QuantizedActivations((4, 3, 64), {jnp.dtype(dtype)}, float32)"
 
 
@@ -239,7 +239,7 @@ CASES += [("float32", jnp.float8_e4m3fn, FP8, "f8E4M3FN")]
 def test_operands_and_results_of_the_call(hopper, kind, dtype, format, name):
     m, k, n = 200, 1000, 70
     x, rhs = like(2, m // 2, k, dtype=kind), weight_like(k, n, format)
-    product = functools.partial(quantized_matmul, activation_dtype=dtype)
+    product = functools.partial(quantized_matmul, lhs_qtype=dtype)
     text = lowered(product, x, rhs)
     (found,) = described(text)
     assert found.name == "rounded_activations"
@@ -249,14 +249,14 @@ def test_operands_and_results_of_the_call(hopper, kind, dtype, format, name):
     assert found.operands[1].startswith("tensor<1x2x16x")
     results = [f"tensor<1x{m}x{n}x{out}>", f"tensor<1x{m}x1008x{name}>", f"tensor<1x{m}xf32>"]
     assert found.results[:3] == results
-    divided = functools.partial(product, activation_factor=jnp.ones(k))
+    divided = functools.partial(product, lhs_factor=jnp.ones(k))
     (found,) = described(lowered(divided, x, rhs))
     assert found.operands[1] == f"tensor<{k}xf32>"
 
 
 def test_where_activations_are_rounded_by_the_call(hopper):
     def found(x: Any, rhs: Any, dtype: Any = jnp.int8, **options: Any) -> list[str]:
-        product = functools.partial(quantized_matmul, activation_dtype=dtype, **options)
+        product = functools.partial(quantized_matmul, lhs_qtype=dtype, **options)
         return calls(product, x, rhs)
 
     rhs, channels = weight_like(256, 64, INT4), weight_like(256, 64, Format(4))
@@ -276,15 +276,17 @@ def test_where_activations_are_rounded_by_the_call(hopper):
     assert found(like(192, 256), rhs, backend="xla") == []
     epilogue = {"bias": jnp.ones(64, jnp.bfloat16), "activation": "silu"}
     assert found(like(192, 256), rhs, **epilogue) == ROUNDED
-    product = functools.partial(quantized_matmul, activation_dtype=jnp.int8)
+    product = functools.partial(quantized_matmul, lhs_qtype=jnp.int8)
     assert calls(jax.vmap(product, (0, None)), like(8, 24, 256), rhs) == ROUNDED
     stack = jax.eval_shape(lambda w: quantize(w, INT4), like(2, 256, 64))
     assert calls(jax.vmap(product, (None, 0)), like(192, 256), stack) == PRODUCT
 
 
 def test_programs_that_do_not_know_their_gpu_round_apart(cuda):
-    product = jax.jit(functools.partial(quantized_matmul, activation_dtype=jnp.int8))
-    exported = jax.export.export(product, platforms=["cuda"], disabled_checks=EXPORT_CHECKS)
+    product = jax.jit(functools.partial(quantized_matmul, lhs_qtype=jnp.int8))
+    exported = jax.export.export(
+        product, platforms=["cuda"], disabled_checks=DISABLED_EXPORT_CHECKS
+    )
     text = exported(like(256, 256), weight_like(256, 64, INT4)).mlir_module()
     assert call_names(text) == ["quantized_matmul"]
 
@@ -298,7 +300,7 @@ def test_a_mesh_that_divides_k_rounds_whole_tokens(hopper):
     placed = jax.device_put(x, jax.NamedSharding(mesh, jax.P(None, "k")))
     words = jax.NamedSharding(mesh, jax.P(None, "k"))
     divided = rhs._with(packed=jax.device_put(rhs.packed, words))
-    product = functools.partial(quantized_matmul, activation_dtype=jnp.int8)
+    product = functools.partial(quantized_matmul, lhs_qtype=jnp.int8)
     found = jax.jit(product)(placed, divided)
     np.testing.assert_allclose(found, product(x, rhs), rtol=1e-5, atol=1e-4)
     assert "rounded_activations" not in call_names(lowered(product, placed, divided))
@@ -356,7 +358,7 @@ def test_a_factor_divides_in_float32_before_the_rounding(dtype, kind):
     np.testing.assert_array_equal(found.scale, wide.scale)
     rhs, bias = weight(dtype=kind), activations((70,), kind, seed=3)
     options: dict[str, Any] = {"bias": bias, "activation": "relu"}
-    whole = quantized_matmul(x, rhs, activation_dtype=dtype, activation_factor=factor, **options)
+    whole = quantized_matmul(x, rhs, lhs_qtype=dtype, lhs_factor=factor, **options)
     np.testing.assert_array_equal(whole, quantized_matmul(found, rhs, **options))
     vector = quantize_activations(x[2], dtype, factor=factor)
     np.testing.assert_array_equal(vector.values, found.values[2])
@@ -387,7 +389,7 @@ def test_outliers_move_into_the_weight():
 
     def error(w: Any, factor: Any) -> float:
         q = quantize(w, Format(8))
-        found = quantized_matmul(x, q, activation_dtype=jnp.int8, activation_factor=factor)
+        found = quantized_matmul(x, q, lhs_qtype=jnp.int8, lhs_factor=factor)
         return float(np.linalg.norm(found - exact) / np.linalg.norm(exact))
 
     assert error(w * factor[:, None], factor) < 0.6 * error(w, None)
@@ -400,7 +402,7 @@ def test_derivatives_pass_the_rounding_and_the_factor(dtype):
 
     def found(x, factor, scale):
         array = rhs._with(scale=scale)
-        product = quantized_matmul(x, array, activation_dtype=dtype, activation_factor=factor)
+        product = quantized_matmul(x, array, lhs_qtype=dtype, lhs_factor=factor)
         return jnp.sum(product * jnp.arange(64.0)[None])
 
     def expected(x, factor, scale):
@@ -421,15 +423,13 @@ def test_a_factor_on_a_mesh_that_divides_k():
     devices = jax.devices("cpu")[:2]
     mesh = jax.make_mesh((2,), ("k",), (jax.sharding.AxisType.Explicit,), devices=devices)
     x, rhs, factor = outliers(), weight(128, 64, INT4.replace(group_size=64)), jnp.arange(1.0, 129)
-    options: dict[str, Any] = {"activation_dtype": jnp.int8}
-    want = quantized_matmul(x, rhs, activation_factor=factor, **options)
+    options: dict[str, Any] = {"lhs_qtype": jnp.int8}
+    want = quantized_matmul(x, rhs, lhs_factor=factor, **options)
     with jax.set_mesh(mesh):
         placed = jax.device_put(x, jax.P(None, "k"))
         for parts in (jax.P(), jax.P("k")):
             given = jax.device_put(factor, parts)
-            found = quantized_matmul(
-                placed, rhs, activation_factor=given, out_sharding=jax.P(), **options
-            )
+            found = quantized_matmul(placed, rhs, lhs_factor=given, out_sharding=jax.P(), **options)
             np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-4)
 
 
@@ -444,34 +444,30 @@ WRONG = [
     (lambda: QuantizedActivations(ONES, SCALE.astype(jnp.bfloat16)), "reshape or cast it"),
     (lambda: QuantizedActivations(ONES, SCALE, jnp.int8), "dtype is int8, but it is float32"),
     (
-        lambda: quantized_matmul(ONES, weight(64), activation_dtype=jnp.int8),
+        lambda: quantized_matmul(ONES, weight(64), lhs_qtype=jnp.int8),
         "lhs is int8, but activations are",
     ),
     (
-        lambda: quantized_matmul(jnp.ones((2, 64)), weight(64), activation_dtype="int4"),
-        "activation_dtype is int4, but activations are quantized to int8 or float8_e4m3fn",
+        lambda: quantized_matmul(jnp.ones((2, 64)), weight(64), lhs_qtype="int4"),
+        "lhs_qtype is int4, but activations are quantized to int8 or float8_e4m3fn",
+    ),
+    (
+        lambda: quantized_matmul(QuantizedActivations(ONES, SCALE), weight(64), lhs_qtype=jnp.int8),
+        "lhs is quantized already; leave lhs_qtype out",
     ),
     (
         lambda: quantized_matmul(
-            QuantizedActivations(ONES, SCALE), weight(64), activation_dtype=jnp.int8
+            QuantizedActivations(ONES, SCALE), weight(64), lhs_factor=jnp.ones(64)
         ),
-        "lhs is quantized already; leave activation_dtype out",
+        r"lhs_factor is float32\[64\], but lhs is quantized already; leave",
     ),
     (
-        lambda: quantized_matmul(
-            QuantizedActivations(ONES, SCALE), weight(64), activation_factor=jnp.ones(64)
-        ),
-        r"activation_factor is float32\[64\], but lhs is quantized already; leave",
+        lambda: quantized_matmul(SCALE, weight(1), lhs_factor=jnp.ones(1)),
+        r"lhs_factor is float32\[1\], but without lhs_qtype nothing is rounded",
     ),
     (
-        lambda: quantized_matmul(SCALE, weight(1), activation_factor=jnp.ones(1)),
-        r"activation_factor is float32\[1\], but without activation_dtype nothing is rounded",
-    ),
-    (
-        lambda: quantized_matmul(
-            SCALE, weight(1), activation_dtype=jnp.int8, activation_factor=jnp.ones((1, 1))
-        ),
-        r"activation_factor is float32\[1, 1\], but it is floats \(1,\), one for each",
+        lambda: quantized_matmul(SCALE, weight(1), lhs_qtype=jnp.int8, lhs_factor=jnp.ones((1, 1))),
+        r"lhs_factor is float32\[1, 1\], but it is floats \(1,\), one for each",
     ),
     (
         lambda: quantize_activations(SCALE, factor=jnp.zeros(1)),
@@ -533,7 +529,7 @@ def test_other_products_take_no_quantized_activations():
     for call in (
         lambda: quantized_glu(lhs, pair),
         lambda: quantized_matmuls(lhs, [rhs, rhs]),
-        lambda: quantized_mlp(lhs, pair, weight(70, 100)),
+        lambda: quantized_mlp(lhs, gate_up=pair, down=weight(70, 100)),
     ):
         with pytest.raises(TypeError, match=sentence):
             call()

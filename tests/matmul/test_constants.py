@@ -17,7 +17,7 @@ from helpers import initial
 from jax import export
 
 from jaxlowbit import (
-    EXPORT_CHECKS,
+    DISABLED_EXPORT_CHECKS,
     Format,
     linen,
     quantize,
@@ -36,7 +36,12 @@ from jaxlowbit._core.format_table import NAMED
 
 ROWS, K, HIDDEN = 3, 256, 128
 NUMBERS = tuple(np.random.default_rng(0).standard_normal(16).tolist())
-TWO_LEVELS = ("int4-g32-super", "int6-g16-super", "int5-g32-float-super", "int2-g64-super")
+TWO_LEVELS = (
+    "int4-g32-two_level",
+    "int6-g16-two_level",
+    "int5-g32-float-two_level",
+    "int2-g64-two_level",
+)
 FORMATS = {
     **NAMED,
     **{name: parse_format(name) for name in TWO_LEVELS},
@@ -44,7 +49,7 @@ FORMATS = {
     "codebook": Format(4, 64, codebook=NUMBERS),
 }
 # A format with each kind of scale and zero, for the programs that take long to compile.
-KINDS = ("int4", "int3-g32-integer", "int4-int8", "nvfp4", "mxfp8", "int5-g32-float-super")
+KINDS = ("int4", "int3-g32-integer", "int4-int8", "nvfp4", "mxfp8", "int5-g32-float-two_level")
 
 
 def normal(*shape: int, seed: int = 0, dtype: Any = jnp.float32) -> jax.Array:
@@ -90,9 +95,16 @@ def operations(weights: dict[str, Any], x: jax.Array, backend: Any) -> dict[str,
             x, square, bias=bias.astype(x.dtype), activation="silu", residual=x, **how
         ),
         "glu": quantized_glu(x, gate_up, **how),
-        "mlp": quantized_mlp(x, gate_up, down, **how),
+        "mlp": quantized_mlp(x, gate_up=gate_up, down=down, **how),
         "block": quantized_block(
-            x, x, square, norm, gate_up, down, following=(norm, (square,)), **how
+            x,
+            x,
+            out=square,
+            norm=norm,
+            gate_up=gate_up,
+            down=down,
+            following=(norm, (square,)),
+            **how,
         ),
         "indexed": x @ gate_up[1],
     }
@@ -183,7 +195,7 @@ class LinenModel(nn.Module):
 TOKENS = jnp.array([3, 1, 41, 59])
 
 
-@pytest.mark.parametrize("name", ["int4-g32-super", "nvfp4"])
+@pytest.mark.parametrize("name", ["int4-g32-two_level", "nvfp4"])
 def test_models_as_constants(name):
     model = Model()
     quantized_nnx.quantize_model(model, {".*": FORMATS[name]})
@@ -199,7 +211,7 @@ def test_models_as_constants(name):
     np.testing.assert_array_equal(jax.jit(lambda x: module.apply(variables, x))(x), want)
 
 
-@pytest.mark.parametrize("name", ["int4-g32-super", "nvfp4"])
+@pytest.mark.parametrize("name", ["int4-g32-two_level", "nvfp4"])
 def test_losses_and_exported_programs_with_constants(name):
     weight, x = quantize(normal(K, HIDDEN), FORMATS[name]), normal(ROWS, K)
 
@@ -212,6 +224,6 @@ def test_losses_and_exported_programs_with_constants(name):
     jax.tree.map(close, got, want)  # XLA's own products may add in another order
 
     product = jax.jit(lambda x: x @ weight)
-    exported = export.export(product, disabled_checks=EXPORT_CHECKS)(x)
+    exported = export.export(product, disabled_checks=DISABLED_EXPORT_CHECKS)(x)
     again = export.deserialize(exported.serialize())
     np.testing.assert_array_equal(again.call(x), x @ weight)

@@ -17,7 +17,7 @@ from helpers import TARGET, quantize
 from jax import export
 
 import jaxlowbit
-from jaxlowbit import EXPORT_CHECKS, Format, QuantizedArray, linen
+from jaxlowbit import DISABLED_EXPORT_CHECKS, Format, QuantizedArray, linen
 from jaxlowbit import nnx as layers
 from jaxlowbit._backends import call, extension
 from jaxlowbit._core import exporting
@@ -83,7 +83,9 @@ def test_any_number_of_rows_in_another_process():
     array = quantize(jnp.ones((K, N)), Format(8))
     rows = jax.ShapeDtypeStruct(export.symbolic_shape(f"rows, {K}"), jnp.float32)
     program = jax.jit(lambda x, q: x @ q)
-    exported = export.export(program, disabled_checks=EXPORT_CHECKS, platforms=["cpu"])(rows, array)
+    exported = export.export(program, disabled_checks=DISABLED_EXPORT_CHECKS, platforms=["cpu"])(
+        rows, array
+    )
     assert TARGET in exported.mlir_module()
     run = subprocess.run(
         [sys.executable, "-c", IN_ANOTHER_PROCESS],
@@ -103,7 +105,7 @@ def test_a_stack_of_any_number_of_matrices():
     abstract = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct((*count, *leaf.shape[version.ndim :]), leaf.dtype), stack
     )
-    program = export.export(jax.jit(sums), disabled_checks=EXPORT_CHECKS)
+    program = export.export(jax.jit(sums), disabled_checks=DISABLED_EXPORT_CHECKS)
     loaded = stored_and_loaded(program(floats(5, K), abstract))
     for some in (stack, stack[:2]):
         np.testing.assert_allclose(
@@ -114,7 +116,7 @@ def test_a_stack_of_any_number_of_matrices():
 def test_the_derivative_is_stored_too():
     array, x = ARRAYS["4 bits"](), floats(5, K)
     program = jax.jit(lambda x, q: x @ q)
-    exported = export.export(program, disabled_checks=EXPORT_CHECKS)(x, array)
+    exported = export.export(program, disabled_checks=DISABLED_EXPORT_CHECKS)(x, array)
     loaded = export.deserialize(exported.serialize(vjp_order=1))
     got, want = (jax.grad(lambda x, f=f: f(x, array).sum())(x) for f in (loaded.call, program))
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
@@ -126,7 +128,9 @@ def test_models_of_linen():
     module = nn.Sequential([nn.Dense(N), nn.relu, nn.Dense(N)])
     variables: Any = module.init(jax.random.key(0), x)
     model, variables, _ = linen.quantize_model(module, variables, Format(8), x)
-    exported = export.export(jax.jit(model.apply), disabled_checks=EXPORT_CHECKS)(variables, x)
+    exported = export.export(jax.jit(model.apply), disabled_checks=DISABLED_EXPORT_CHECKS)(
+        variables, x
+    )
     got = stored_and_loaded(exported).call(variables, x)
     np.testing.assert_allclose(got, model.apply(variables, x), rtol=1e-5, atol=1e-5)
 
@@ -141,7 +145,7 @@ def test_models_of_nnx():
     def program(leaves: list[jax.Array], x: jax.Array) -> jax.Array:
         return nnx.merge(graphdef, jax.tree.unflatten(structure, leaves))(x)
 
-    exported = export.export(jax.jit(program), disabled_checks=EXPORT_CHECKS)(leaves, x)
+    exported = export.export(jax.jit(program), disabled_checks=DISABLED_EXPORT_CHECKS)(leaves, x)
     got = stored_and_loaded(exported).call(leaves, x)
     np.testing.assert_allclose(got, model(x), rtol=1e-5, atol=1e-5)
 
@@ -161,8 +165,8 @@ def test_the_error_of_jax_names_the_call_and_the_way_out(name, platform, cuda):
     with pytest.raises(ValueError, match=message):
         export.export(jax.jit(function), platforms=[platform])(x, ARRAYS["4 bits"]())
     checks = exporting.REMEDY.rpartition("=")[2].rstrip(")")
-    assert checks == "jaxlowbit.EXPORT_CHECKS"
-    export.export(jax.jit(function), platforms=[platform], disabled_checks=EXPORT_CHECKS)(
+    assert checks == "jaxlowbit.DISABLED_EXPORT_CHECKS"
+    export.export(jax.jit(function), platforms=[platform], disabled_checks=DISABLED_EXPORT_CHECKS)(
         x, ARRAYS["4 bits"]()
     )
 
@@ -170,7 +174,7 @@ def test_the_error_of_jax_names_the_call_and_the_way_out(name, platform, cuda):
 def test_every_call_of_a_program_may_be_exported():
     targets = {name for names in extension.ffi.targets().values() for name in names}
     assert targets >= {TARGET}
-    allowed = {check.is_custom_call() for check in EXPORT_CHECKS}
+    allowed = {check.is_custom_call() for check in DISABLED_EXPORT_CHECKS}
     assert targets - {call.TIMES_TARGET} <= allowed
     constants = {value for name, value in vars(call).items() if name.endswith("_TARGET")}
     assert allowed == constants - {call.TIMES_TARGET}

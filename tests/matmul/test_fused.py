@@ -17,7 +17,7 @@ from jax.sharding import AxisType
 from meshes import REDUCE, assert_close, collectives, make_mesh, put
 
 import jaxlowbit
-from jaxlowbit import INT4, UINT4, Format, partition_spec, quantized_glu, quantized_matmul
+from jaxlowbit import INT4, UINT4, Format, quantized_glu, quantized_matmul
 
 P = jax.P
 K, N = 128, 192
@@ -208,7 +208,7 @@ def test_export(cuda):
     exported = export.export(
         jax.jit(both),
         platforms=["cpu", "cuda"],
-        disabled_checks=jaxlowbit.EXPORT_CHECKS,
+        disabled_checks=jaxlowbit.DISABLED_EXPORT_CHECKS,
     )(jax.ShapeDtypeStruct((m, K), jnp.float16), jax.ShapeDtypeStruct((m, N), jnp.float32))
     args = LHS.astype(jnp.float16), RESIDUAL
     for got, want in zip(exported.call(*args), both(*args), strict=True):
@@ -228,10 +228,10 @@ def test_auto_mesh(k, n, sent):
     lhs, rhs, pair = normal(8, 512), quantize(normal(512, 256), INT4), normal(2, 512, 256)
     bias, residual, pair = normal(256), normal(8, 256), quantize(pair, INT4)
     x, b, r = put((lhs, bias, residual), mesh, (P(None, k), P(n), P(None, n)))
-    q = put(rhs, mesh, partition_spec(rhs, mesh, k=k, n=n))
+    q = put(rhs, mesh, rhs.partition_spec(mesh, k=k, n=n))
     assert collectives(layer, x, q, b, r) == sent
     assert_close(jax.jit(layer)(x, q, b, r), reference(lhs, rhs, bias, residual))
-    both = put(pair, mesh, partition_spec(pair, mesh, k=k, n=n))
+    both = put(pair, mesh, pair.partition_spec(mesh, k=k, n=n))
     assert collectives(quantized_glu, x, both) == sent
     zeros = jnp.zeros((2, 256))
     assert_close(jax.jit(quantized_glu)(x, both), glu_reference(lhs, pair, zeros))
@@ -244,10 +244,10 @@ def test_explicit_mesh():
     with jax.set_mesh(mesh):
         x, r = put((lhs, residual), mesh, (P("a"), P("a", "b")))
         b = jax.device_put(bias, jax.NamedSharding(mesh, P("b")))
-        q = put(rhs, mesh, partition_spec(rhs, mesh, n="b"))
+        q = put(rhs, mesh, rhs.partition_spec(mesh, n="b"))
         got = jax.jit(layer)(x, q, b, r)
         assert jax.typeof(got).sharding.spec == P("a", "b")
-        summed = put(pair, mesh, partition_spec(pair, mesh, k="b"))
+        summed = put(pair, mesh, pair.partition_spec(mesh, k="b"))
         out = jax.jit(lambda *args: quantized_glu(*args, out_sharding=P("a")))(x, summed)
     assert_close(got, reference(lhs, rhs, bias, residual))
     assert_close(out, glu_reference(lhs, pair, jnp.zeros((2, 256))))
@@ -257,7 +257,7 @@ def test_one_call_inside_shard_map(cuda):
     mesh = make_mesh(AxisType.Auto)
     rhs = quantize(normal(K, 4 * N), INT4)
     args = normal(8, K), rhs, normal(4 * N), normal(8, 4 * N)
-    specs = (P("a"), partition_spec(rhs, mesh, n="b"), P("b"), P("a", "b"))
+    specs = (P("a"), rhs.partition_spec(mesh, n="b"), P("b"), P("a", "b"))
     f = jax.shard_map(layer, mesh=mesh, in_specs=specs, out_specs=P("a", "b"))
     assert_close(jax.jit(f)(*put(args, mesh, specs)), reference(*args))
     x, *rest = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), args)

@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 from meshes import make_mesh, put
 
 from jaxlowbit import (
-    EXPORT_CHECKS,
+    DISABLED_EXPORT_CHECKS,
     FP8,
     INT4,
     INT8,
@@ -20,7 +20,6 @@ from jaxlowbit import (
     QuantizedActivations,
     QuantizedArray,
     integer_matmul,
-    partition_spec,
     quantize,
     quantized_matmul,
 )
@@ -63,7 +62,7 @@ def test_every_sum_is_exact(multiply, format, m, k, n):
 @pytest.mark.parametrize("of_values", [-1, 1])
 def test_extremes(multiply, format, extreme, of_values):
     integers, rhs = weights(format, 300, 5, extreme=extreme)
-    assert abs(integers).max() <= format.most_integer
+    assert abs(integers).max() <= format.max_integer
     x = values(2, 300, extreme=of_values)
     np.testing.assert_array_equal(multiply(x, rhs), exact(x, integers))
 
@@ -88,8 +87,8 @@ def test_the_longest_sums_that_vnni_adds(m, format, k):
 @pytest.mark.parametrize("format", [Format(8), Format(8, zero="integer")], ids=format_name)
 def test_the_longest_sums_fit(format):
     """One row more might leave int32, and is refused."""
-    most = module.most_k(format)
-    assert 128 * format.most_integer * most < 2**31 <= 128 * format.most_integer * (most + 1)
+    most = module.max_k(format)
+    assert 128 * format.max_integer * most < 2**31 <= 128 * format.max_integer * (most + 1)
     integers, rhs = weights(format, most, 1, extreme=-1)
     x = values(1, most, extreme=-1)
     np.testing.assert_array_equal(integer_matmul(x, rhs), exact(x, integers))
@@ -185,7 +184,7 @@ def test_on_a_mesh(format, kind, k, n):
     mesh = make_mesh(kind)
     integers, rhs = weights(format, 512, 512)
     x = values(6, 512)
-    placed = put(rhs, mesh, partition_spec(rhs, mesh, k=k, n=n))
+    placed = put(rhs, mesh, rhs.partition_spec(mesh, k=k, n=n))
     lhs = put(x, mesh, jax.P(None, k))
     options = {"out_sharding": jax.P(None, n)} if kind is AxisType.Explicit else {}
     found = jax.jit(lambda x, rhs: integer_matmul(x, rhs, **options))(lhs, placed)
@@ -195,7 +194,9 @@ def test_on_a_mesh(format, kind, k, n):
 def test_exported_programs():
     integers, rhs = weights(Format(4, 64, scale="int8"), 128, 70)
     x = values(3, 128)
-    program = jax.export.export(jax.jit(integer_matmul), disabled_checks=EXPORT_CHECKS)(x, rhs)
+    program = jax.export.export(jax.jit(integer_matmul), disabled_checks=DISABLED_EXPORT_CHECKS)(
+        x, rhs
+    )
     again = jax.export.deserialize(program.serialize())
     np.testing.assert_array_equal(again.call(x, rhs), exact(x, integers))
 

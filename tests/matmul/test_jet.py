@@ -58,7 +58,7 @@ def test_scales_and_float_zeros_have_coefficients(format):
 @pytest.mark.parametrize(
     "function",
     [
-        lambda x, up, down: jl.quantized_mlp(x, up, down),
+        lambda x, up, down: jl.quantized_mlp(x, gate_up=up, down=down),
         lambda x, up, down: jl.quantized_glu(x, up),
         lambda x, up, down: jl.quantized_matmuls(x, (down, down)),
         lambda x, up, down: jl.quantized_matmul(x, down, activation="silu"),

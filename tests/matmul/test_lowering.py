@@ -137,9 +137,11 @@ def test_activations_and_results_have_their_own_buffers(cuda, call):
         "matmul": (lambda x, q, _: quantized_matmul(x, q, residual=x), 2, 1),
         "glu": (lambda x, _, pair: jaxlowbit.quantized_glu(x, pair), 1, 1),
         "matmuls": (lambda x, q, _: jaxlowbit.quantized_matmuls(x, (q, q)), 1, 2),
-        "mlp": (lambda x, q, pair: jaxlowbit.quantized_mlp(x, pair, q), 1, 1),
+        "mlp": (lambda x, q, pair: jaxlowbit.quantized_mlp(x, gate_up=pair, down=q), 1, 1),
         "block": (
-            lambda x, q, pair: jaxlowbit.quantized_block(x, x, q, jnp.ones(K), pair, q),
+            lambda x, q, pair: jaxlowbit.quantized_block(
+                x, x, out=q, norm=jnp.ones(K), gate_up=pair, down=q
+            ),
             *(2, 1),
         ),
     }[call]
@@ -276,7 +278,9 @@ def gpus(monkeypatch):
 def test_hopper_reads_scales_of_two_levels(cuda, gpus, m, reads, activation):
     """The small-M kernel reads them, with or without an epilogue; otherwise XLA expands them."""
     gpus("9.0")
-    array = quantized(like(256, 64, dtype="float32"), Format(4, 32, zero="float", scale="super"))
+    array = quantized(
+        like(256, 64, dtype="float32"), Format(4, 32, zero="float", scale="two_level")
+    )
     multiply = functools.partial(quantized_matmul, activation=activation)
     text = lowered(multiply, like(m, 256), array, platform="cuda")
     (call,) = described(text)
@@ -536,7 +540,7 @@ def two(k=K, n=N):
             [expected(5), expected(5, n=64)],
         ),
         (
-            jaxlowbit.quantized_mlp,
+            lambda x, pair, down: jaxlowbit.quantized_mlp(x, gate_up=pair, down=down),
             (like(5, K), pair(), two(N, K)),
             [
                 expected(5, num_weights=2, activation="silu", gated=True),

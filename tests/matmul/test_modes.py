@@ -59,7 +59,9 @@ FORMS = {
         lambda x, w: x @ w[0],
     ),
     "a checkpoint": (
-        lambda x, q: jax.grad(jax.checkpoint(lambda x: quantized_mlp(x, q[:2], down(q)).sum()))(x),
+        lambda x, q: jax.grad(
+            jax.checkpoint(lambda x: quantized_mlp(x, gate_up=q[:2], down=down(q)).sum())
+        )(x),
         lambda x, w: jax.grad(lambda x: ((jax.nn.silu(x @ w[0]) * (x @ w[1])) @ down(w)).sum())(x),
     ),
     "a scalar factor": (lambda x, q: (2.0 * x) @ q[0], lambda x, w: 2 * (x @ w[0])),

@@ -83,7 +83,7 @@ def test_scales_of_two_levels_are_expanded(monkeypatch):
     """Also where the kernels of CUDA read them."""
     monkeypatch.setattr(Target, "is_only", lambda *_: True)
     lhs = jax.ShapeDtypeStruct((5, K), jnp.bfloat16)
-    text = lowered(product, lhs, abstract(Format(4, 32, scale="super")), "cuda")
+    text = lowered(product, lhs, abstract(Format(4, 32, scale="two_level")), "cuda")
     (call,) = re.findall(r'custom_call @"?__gpu\$xla.gpu.triton"?\(.*', text)
     assert "xf32>" in call and "xui8>" not in call
 

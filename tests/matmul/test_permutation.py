@@ -12,7 +12,7 @@ import pytest
 from helpers import call_names, dequantize, dequantized, described, global_order
 
 import jaxlowbit
-from jaxlowbit import Format, QuantizedArray, group_permutation
+from jaxlowbit import Format, QuantizedArray
 from jaxlowbit._core import permutations
 
 K, N, LAYERS = 200, 70, 3
@@ -90,22 +90,29 @@ def test_one_order_serves_all_leading_axes():
     jax.tree.map(np.testing.assert_array_equal, one, each)
 
 
+def grouped(g_idx, size, **options):
+    """Values that tell rows apart, with a scale for each group."""
+    rng = np.random.default_rng(0)
+    lead, k = np.shape(g_idx)[:-1], np.shape(g_idx)[-1]
+    parts = options.get("shards", (1, 1))[0]
+    groups = 1 if size == -1 else -(-k // (parts * size)) * parts
+    values = rng.integers(-8, 8, (*lead, k, N))
+    scale = rng.uniform(0.5, 1.5, (*lead, groups, N)).astype(np.float32)
+    format = Format(4, size)
+    array = QuantizedArray.from_integers(values, scale, format=format, g_idx=g_idx, **options)
+    want = values * np.take_along_axis(scale, np.asarray(g_idx)[..., None], -2)
+    np.testing.assert_array_equal(array.dequantize(), want.astype(np.float32))
+    return array.permutation
+
+
 def test_groups_of_gptq():
     """Rows of a group may be anywhere; each uses the scale of its group."""
     size, groups = 32, 4
     rng = np.random.default_rng(0)
     k = size * groups - 10
     group_index = rng.permutation(np.arange(k) // size)
-    values = rng.integers(-8, 8, (k, N))
-    scale = rng.uniform(0.5, 1.5, (groups, N)).astype(np.float32)
-    permutation = group_permutation(group_index, size)
+    permutation = grouped(group_index, size)
     assert permutation is not None and permutation.dtype == jnp.int32
-    array = QuantizedArray.from_integers(
-        values, scale, format=Format(4, size), permutation=permutation
-    )
-    np.testing.assert_array_equal(
-        array.dequantize(), values.astype(np.float32) * scale[group_index]
-    )
     np.testing.assert_array_equal(group_index[permutation], np.arange(k) // size)
     within = np.diff(permutation)[np.diff(group_index[permutation]) == 0]
     assert (within > 0).all(), "not stable"
@@ -113,12 +120,34 @@ def test_groups_of_gptq():
 
 def test_groups_of_a_stack_and_groups_in_order():
     group_index = np.stack([np.arange(64) // 32, np.arange(64) % 2])
-    permutation = group_permutation(group_index, 32)
+    permutation = grouped(group_index, 32)
     assert permutation is not None
     np.testing.assert_array_equal(permutation[0], np.arange(64))
     np.testing.assert_array_equal(permutation[1], np.arange(64).reshape(32, 2).T.ravel())
-    assert group_permutation(group_index[0], 32) is None
-    assert group_permutation(np.zeros(64, int), -1) is None
+    assert grouped(group_index[0], 32) is None
+    assert grouped(np.zeros(64, int), -1) is None
+
+
+def test_groups_of_parts():
+    """Each part of k has its own groups, the last of which is cut."""
+    parts = [np.random.default_rng(i).permutation(np.arange(80) // 32) + 3 * i for i in range(2)]
+    permutation = grouped(np.concatenate(parts), 32, shards=(2, 1))
+    np.testing.assert_array_equal(permutation[80:], np.argsort(parts[1], kind="stable"))
+    with refuses(r"group 1 of g_idx has 31 rows, but 80 rows of part 0 of k in groups of 32 make"):
+        wrong = np.concatenate(parts)
+        wrong[np.argmax(wrong == 1)] = 2
+        grouped(wrong, 32, shards=(2, 1))
+
+
+def test_one_g_idx_serves_all_leading_axes():
+    values, scale = np.ones((LAYERS, 64, N), np.int8), np.ones((LAYERS, 2, N), np.float32)
+    pack = functools.partial(QuantizedArray.from_integers, values, scale, format=Format(4, 32))
+    found = pack(g_idx=np.arange(64) % 2).permutation
+    np.testing.assert_array_equal(found, [np.arange(64).reshape(32, 2).T.ravel()] * LAYERS)
+    with refuses("permutation and g_idx are both given, but g_idx determines the order"):
+        pack(g_idx=np.arange(64) % 2, permutation=np.arange(64))
+    with pytest.raises(TypeError, match="g_idx is traced, but the order of rows depends on"):
+        jax.jit(lambda g_idx: pack(g_idx=g_idx))(np.arange(64) % 2)
 
 
 # --- as an array ----------------------------------------------------------------------------------
@@ -223,27 +252,31 @@ def test_shapes_and_dtypes():
         jaxlowbit.quantize(weight, FORMAT, permutation=orders(3, K))
     with refuses(r"permutation is int32\(199,\), but the other fields ask for int32\(200,\)"):
         dataclasses.replace(quantize(), permutation=jnp.arange(K - 1))
-    with refuses(r"group_index is float32\(4,\), but it has the number of its group for each row"):
-        group_permutation(np.zeros(4, np.float32), 16)
+    for g_idx, found in ((np.zeros(32, np.float32), "float32"), (np.zeros((2, 32), int), "int")):
+        with refuses(rf"g_idx is {found}.*, but it has the number of its group for each row"):
+            pack_groups(g_idx, 16)
 
 
 @pytest.mark.parametrize(
     ("group_index", "size", "message"),
     [
-        (np.arange(64) % 2, 16, "group 0 has 32 rows, but 64 rows in groups of 16 make it 16"),
-        (
-            np.r_[np.zeros(31), np.ones(33)].astype(int),
-            32,
-            "group 0 has 31 rows, but .* make it 32",
-        ),
-        (np.r_[np.zeros(8), np.ones(32)].astype(int), 32, "group 0 has 8 rows, but .* make it 32"),
-        (np.arange(64) // 32 + 1, 32, "group 0 has 0 rows, but 64 rows in groups of 32 make it 32"),
-        (np.arange(64) // 32, -1, "group 0 has 32 rows, but 64 rows in groups of -1 make it 64"),
+        (np.arange(64) % 2, 16, "0 of g_idx has 32 rows, but 64 rows in groups of 16 make it 16"),
+        (np.r_[np.zeros(31), np.ones(33)].astype(int), 32, "0 of g_idx has 31 rows, .* make it 32"),
+        (np.r_[np.zeros(8), np.ones(32)].astype(int), 32, "0 of g_idx has 8 rows, .* make it 32"),
+        (np.arange(64) // 32 + 1, 32, "0 of g_idx has 0 rows, but 64 rows in .* 32 make it 32"),
+        (np.arange(64) // 32, -1, "0 of g_idx has 32 rows, but 64 rows in .* -1 make it 64"),
     ],
 )
 def test_groups_of_another_size(group_index, size, message):
-    with refuses(f"{message}; use the group_size with which"):
-        group_permutation(group_index, size)
+    with refuses(f"group {message}; use the group_size with which"):
+        pack_groups(group_index, size)
+
+
+def pack_groups(g_idx, size):
+    k = g_idx.shape[-1]
+    groups = 1 if size == -1 else -(-k // size)
+    values, scale = np.ones((k, N), np.int8), np.ones((groups, N), np.float32)
+    QuantizedArray.from_integers(values, scale, format=Format(4, size), g_idx=g_idx)
 
 
 # --- programs -------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from meshes import (
 )
 
 import jaxlowbit
-from jaxlowbit import Format, QuantizedArray, partition_spec, quantized_matmul
+from jaxlowbit import Format, QuantizedArray, quantized_matmul
 
 P = jax.P
 FOUR, THREE = Format(4, 64, "integer"), Format(3, 48, "float")
@@ -67,7 +67,7 @@ def placed(layout, mesh, format=FOUR):
     k_size, shards, lhs_spec, k, n, _ = LAYOUTS[layout]
     lhs, rhs = arrays(k_size, 256, format, shards=shards)
     x = jax.device_put(lhs, jax.NamedSharding(mesh, lhs_spec))
-    return lhs, rhs, x, put(rhs, mesh, partition_spec(rhs, mesh, k=k, n=n))
+    return lhs, rhs, x, put(rhs, mesh, rhs.partition_spec(mesh, k=k, n=n))
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_gradients_on_an_auto_mesh(layout, mesh):
 def test_one_order_sharded_by_hand(k, mesh):
     """The words stay; the order itself, of 4 bytes per row, is gathered."""
     lhs, rhs = arrays(512, 128)
-    q = put(rhs, mesh, partition_spec(rhs, mesh, k=k))
+    q = put(rhs, mesh, rhs.partition_spec(mesh, k=k))
     order = jax.device_put(rhs.permutation, jax.NamedSharding(mesh, P(k)))
     q = dataclasses.replace(q, permutation=order)
     x = jax.device_put(lhs, jax.NamedSharding(mesh, P()))
@@ -103,7 +103,7 @@ def test_one_order_sharded_by_hand(k, mesh):
 def test_experts(k, shards, mesh):
     lhs, rhs = arrays(256, 64, lead=(4,), shards=shards)
     x = jax.device_put(lhs, jax.NamedSharding(mesh, P("a")))
-    q = put(rhs, mesh, partition_spec(rhs, mesh, k=k, lead=("a",)))
+    q = put(rhs, mesh, rhs.partition_spec(mesh, k=k, lead=("a",)))
     for f in (product, jax.vmap(product)):
         assert_close(jax.jit(f)(x, q), reference(lhs, rhs))
         assert not any("u32" in sent for sent in collectives(f, x, q))
@@ -112,7 +112,7 @@ def test_experts(k, shards, mesh):
 @pytest.mark.parametrize("shards", [1, 4])
 def test_scan_over_layers_sharded_along_k(shards, mesh):
     lhs, rhs = arrays(256, 256, lead=(4,), shards=shards)
-    q = put(rhs, mesh, partition_spec(rhs, mesh, k="b"))
+    q = put(rhs, mesh, rhs.partition_spec(mesh, k="b"))
 
     def run(x, layers):
         return jaxlowbit.scan(lambda x, layer: (jnp.tanh(x @ layer), None), x, layers)[0]
@@ -130,7 +130,7 @@ def test_explicit_mesh(shards):
     want = [f(lhs, rhs) for f in (reference, gradients(reference))]
     mesh = make_mesh(AxisType.Explicit)
     x = jax.device_put(lhs, jax.NamedSharding(mesh, P("a", "b")))
-    q = put(rhs, mesh, partition_spec(rhs, mesh, k="b"))
+    q = put(rhs, mesh, rhs.partition_spec(mesh, k="b"))
 
     def f(x, q):
         return quantized_matmul(x, q, out_sharding=P("a", None))
@@ -149,7 +149,7 @@ def test_explicit_mesh(shards):
 )
 def test_shard_map(k, shards, format, k_axis, n_axis, check_vma, mesh):
     lhs, rhs = arrays(k, 256, format, shards=shards)
-    specs = partition_spec(rhs, mesh, k=k_axis, n=n_axis)
+    specs = rhs.partition_spec(mesh, k=k_axis, n=n_axis)
 
     def local(x, q):
         assert q.shape[0] == x.shape[1] == q.permutation.shape[0]
@@ -171,7 +171,7 @@ def test_shard_map(k, shards, format, k_axis, n_axis, check_vma, mesh):
 @pytest.mark.parametrize("sharded", [False, True])
 def test_shard_map_refuses_an_order_beyond_a_part(sharded, mesh):
     lhs, rhs = arrays(512, 256, shards=2)
-    specs = partition_spec(rhs, mesh, k="b")
+    specs = rhs.partition_spec(mesh, k="b")
     assert specs.permutation == P(None)
     if sharded:
         leaves, treedef = jax.tree.flatten(specs)
@@ -185,10 +185,10 @@ def test_shard_map_refuses_an_order_beyond_a_part(sharded, mesh):
 
 def test_specs_of_orders(mesh):
     _, rhs = arrays(512, 256, lead=(2,), shards=4)
-    assert partition_spec(rhs, mesh, k="b", lead=("a",)).permutation == P("a", "b")
-    assert partition_spec(rhs, mesh, k=("a", "b")).permutation == P(None, None)
-    assert partition_spec(rhs, mesh, n="b").permutation == P(None, None)
-    whole = partition_spec(dataclasses.replace(rhs, permutation=None), mesh, k="b")
+    assert rhs.partition_spec(mesh, k="b", lead=("a",)).permutation == P("a", "b")
+    assert rhs.partition_spec(mesh, k=("a", "b")).permutation == P(None, None)
+    assert rhs.partition_spec(mesh, n="b").permutation == P(None, None)
+    whole = dataclasses.replace(rhs, permutation=None).partition_spec(mesh, k="b")
     assert whole.permutation is None
-    specs = partition_spec(rhs, mesh, k="b")
+    specs = rhs.partition_spec(mesh, k="b")
     assert jax.tree.structure(specs) == jax.tree.structure(rhs)

@@ -155,9 +155,9 @@ def test_what_is_wrong_between_gates_is_reported(monkeypatch, wrong, dtype):
     check_once(program)
     mlp = jaxlowbit.quantized_mlp
 
-    def wrong_mlp(lhs: Any, gate_up: Any, down: Any, *, backend: Any) -> Any:
+    def wrong_mlp(lhs: Any, *, gate_up: Any, down: Any, backend: Any) -> Any:
         def right(lhs: Any) -> Any:
-            return mlp(lhs, gate_up, down, backend=backend)
+            return mlp(lhs, gate_up=gate_up, down=down, backend=backend)
 
         return right(lhs) if backend == "xla" else wrong(lhs, gate_up, right, None)
 

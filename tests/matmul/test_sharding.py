@@ -22,7 +22,7 @@ from meshes import (
 )
 
 import jaxlowbit
-from jaxlowbit import Format, QuantizedArray, partition_spec, quantized_matmul
+from jaxlowbit import Format, QuantizedArray, quantized_matmul
 from jaxlowbit._backends import extension
 
 P = jax.P
@@ -86,7 +86,7 @@ def test_auto_mesh(layout, name, mesh):
     format, _ = FORMATS[name]
     lhs, rhs = arrays(512 if format.group_size != 96 else 1536, 256, format)
     x = jax.device_put(lhs, jax.NamedSharding(mesh, lhs_spec))
-    q = put(rhs, mesh, partition_spec(rhs, mesh, k=k, n=n))
+    q = put(rhs, mesh, rhs.partition_spec(mesh, k=k, n=n))
     assert collectives(product, x, q) == sent
     assert_close(jax.jit(product)(x, q), reference(lhs, rhs))
 
@@ -97,14 +97,14 @@ def test_gradients_on_an_auto_mesh(layout, mesh):
     lhs_spec, k, n, sent = LAYOUTS[layout]
     lhs, rhs = arrays(512, 256, FOUR)
     x = jax.device_put(lhs, jax.NamedSharding(mesh, lhs_spec))
-    q = put(rhs, mesh, partition_spec(rhs, mesh, k=k, n=n))
+    q = put(rhs, mesh, rhs.partition_spec(mesh, k=k, n=n))
     assert_close(gradients(product)(x, q), gradients(reference)(lhs, rhs))
     assert set(collectives(gradients(product), x, q)) <= {REDUCE, *sent}
 
 
 def test_partial_sums_are_float32_and_rounded_once(mesh):
     lhs, rhs = arrays(256, 128, FOUR, dtype="bfloat16")
-    q = put(rhs, mesh, partition_spec(rhs, mesh, k="a"))
+    q = put(rhs, mesh, rhs.partition_spec(mesh, k="a"))
     assert rhs.zero is not None
     halves = [
         quantized_matmul(
@@ -137,7 +137,7 @@ def test_partial_sums_are_float32_and_rounded_once(mesh):
 def test_words_that_end_inside_a_part_stay_where_they_are(k, n, k_axis, n_axis, sent, format, mesh):
     lhs, rhs = arrays(k, n, format)
     with pytest.raises(ValueError, match=r"quantize with shards="):
-        partition_spec(rhs, mesh, k=k_axis, n=n_axis)
+        rhs.partition_spec(mesh, k=k_axis, n=n_axis)
     q = put_words(rhs, mesh, n_axis, k_axis)
     assert collectives(product, lhs, q) == sent
     assert_close(jax.jit(product)(lhs, q), reference(lhs, rhs))
@@ -147,7 +147,7 @@ def test_words_that_end_inside_a_part_stay_where_they_are(k, n, k_axis, n_axis, 
 def test_experts_on_an_auto_mesh(k, mesh):
     lhs, rhs = arrays(256, 64, FOUR, (4,))
     x = jax.device_put(lhs, jax.NamedSharding(mesh, P("a")))
-    q = put(rhs, mesh, partition_spec(rhs, mesh, k=k, lead=("a",)))
+    q = put(rhs, mesh, rhs.partition_spec(mesh, k=k, lead=("a",)))
     for f in (product, jax.vmap(product)):
         assert collectives(f, x, q) == [REDUCE] * (k is not None)
         assert_close(jax.jit(f)(x, q), reference(lhs, rhs))
@@ -155,7 +155,7 @@ def test_experts_on_an_auto_mesh(k, mesh):
 
 def test_scan_over_sharded_layers(mesh):
     lhs, rhs = arrays(256, 256, FOUR, (4,))
-    q = put(rhs, mesh, partition_spec(rhs, mesh, n="b"))
+    q = put(rhs, mesh, rhs.partition_spec(mesh, n="b"))
 
     def run(x, layers):
         return jaxlowbit.scan(lambda x, layer: (jnp.tanh(x @ layer), None), x, layers)[0]
@@ -170,7 +170,7 @@ def test_scan_over_sharded_layers(mesh):
 def test_vmap_of_a_shared_weight_on_an_auto_mesh(mesh):
     lhs, rhs = arrays(256, 256, FOUR)
     lhs = jnp.stack([lhs, -lhs])
-    q = put(rhs, mesh, partition_spec(rhs, mesh, k="b"))
+    q = put(rhs, mesh, rhs.partition_spec(mesh, k="b"))
     mapped = jax.vmap(product, in_axes=(0, None))
     assert collectives(mapped, lhs, q) == [REDUCE]
     assert_close(jax.jit(mapped)(lhs, q), reference(lhs, rhs))
@@ -202,7 +202,7 @@ MAPPED = {
 def test_shard_map(case, check_vma, mesh):
     k_size, n_size, shards, format, lhs_spec, k, n = MAPPED[case]
     lhs, rhs = arrays(k_size, n_size, format, shards=shards)
-    specs = partition_spec(rhs, mesh, k=k, n=n)
+    specs = rhs.partition_spec(mesh, k=k, n=n)
     rows = lhs_spec[0] if lhs_spec else None
 
     def local(x, q):
@@ -224,13 +224,13 @@ def test_shard_map_over_one_axis_of_two(kind):
     f = jax.shard_map(
         product, mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a"), axis_names={"a"}
     )
-    q = put(rhs, mesh, partition_spec(rhs, mesh, n="b"))
+    q = put(rhs, mesh, rhs.partition_spec(mesh, n="b"))
     assert_close(jax.jit(f)(put(lhs, mesh, P("a")), q), reference(lhs, rhs))
 
 
 def test_vmap_of_shard_map(mesh):
     lhs, rhs = arrays(200, 200, FOUR, shards=(2, 4))
-    specs = (P(None, "a"), partition_spec(rhs, mesh, k="a", n="b"))
+    specs = (P(None, "a"), rhs.partition_spec(mesh, k="a", n="b"))
     f = jax.shard_map(
         lambda x, q: jax.lax.psum(x @ q, "a"), mesh=mesh, in_specs=specs, out_specs=P(None, "b")
     )
@@ -240,7 +240,7 @@ def test_vmap_of_shard_map(mesh):
 
 def test_shard_map_returns_the_whole(mesh):
     _, rhs = arrays(400, 256, FOUR, shards=(2, 1))
-    specs = partition_spec(rhs, mesh, k="a", n="b")
+    specs = rhs.partition_spec(mesh, k="a", n="b")
     whole = jax.shard_map(lambda q: q, mesh=mesh, in_specs=(specs,), out_specs=specs)(rhs)
     assert (whole.shape, whole.shards) == ((400, 256), (2, 1))
     np.testing.assert_array_equal(whole.dequantize(), rhs.dequantize())
@@ -248,7 +248,7 @@ def test_shard_map_returns_the_whole(mesh):
 
 def test_shard_map_refuses_words_that_are_no_whole_part(mesh):
     lhs, rhs = arrays(512, 64, Format(4, 128))
-    specs = partition_spec(rhs, mesh, k=("a", "b"))
+    specs = rhs.partition_spec(mesh, k=("a", "b"))
     with pytest.raises(ValueError, match=r"no whole part of a \(64, 64\) matrix in groups of 128"):
         jax.shard_map(product, mesh=mesh, in_specs=(P(None, ("a", "b")), specs), out_specs=P())(
             lhs, rhs
@@ -274,7 +274,7 @@ def test_explicit_mesh(layout, context):
     want = [f(lhs, rhs) for f in (reference, gradients(reference))]
     mesh = make_mesh(AxisType.Explicit)
     x = jax.device_put(lhs, jax.NamedSharding(mesh, lhs_spec))
-    q = put(rhs, mesh, partition_spec(rhs, mesh, k=k, n=n))
+    q = put(rhs, mesh, rhs.partition_spec(mesh, k=k, n=n))
 
     def f(x, q):
         out = quantized_matmul(x, q, out_sharding=out_sharding)
@@ -294,7 +294,7 @@ def test_explicit_mesh_asks_where_the_sharding_is_open():
     mesh = make_mesh(AxisType.Explicit)
     with pytest.raises(ValueError, match=r"the contracted axis is sharded .*out_sharding="):
         product(jax.device_put(lhs, jax.NamedSharding(mesh, P(None, "b"))), rhs)
-    q = put(rhs, mesh, partition_spec(rhs, mesh, n="b"))
+    q = put(rhs, mesh, rhs.partition_spec(mesh, n="b"))
     with pytest.raises(ValueError, match=r"a mesh axis would occur twice"):
         product(jax.device_put(lhs, jax.NamedSharding(mesh, P("b"))), q)
     with pytest.raises(ValueError, match=r"on no mesh with Explicit axes"):
@@ -306,7 +306,7 @@ def test_experts_and_vmap_on_an_explicit_mesh():
     mesh = make_mesh(AxisType.Explicit)
     with jax.set_mesh(mesh):
         x = jax.device_put(lhs, P("a", None, None))
-        q = put(rhs, mesh, partition_spec(rhs, mesh, lead=("a",)))
+        q = put(rhs, mesh, rhs.partition_spec(mesh, lead=("a",)))
         for f in (product, jax.vmap(product)):
             out = jax.jit(f)(x, q)
             assert jax.typeof(out).sharding.spec == P("a", None, None)
@@ -325,7 +325,7 @@ def test_experts_and_vmap_on_an_explicit_mesh():
 def test_parts_are_quantized_like_matrices(format, shards):
     weight = np.random.default_rng(0).normal(size=(200, 200)).astype(np.float32) / 16
     rhs = quantize(weight, format, shards=shards)
-    dequantize = jax.jit(jaxlowbit.dequantize)
+    dequantize = jax.jit(QuantizedArray.dequantize)
     parts = [
         [dequantize(quantize(part, format)) for part in np.split(rows, shards[1], axis=1)]
         for rows in np.split(weight, shards[0])
@@ -342,7 +342,7 @@ def test_parts_are_quantized_like_matrices(format, shards):
 def test_padded_parts_on_an_auto_mesh(format, mesh):
     lhs, rhs = arrays(200, 200, format, shards=(2, 4))
     x = jax.device_put(lhs, jax.NamedSharding(mesh, P(None, "a")))
-    q = put(rhs, mesh, partition_spec(rhs, mesh, k="a", n="b"))
+    q = put(rhs, mesh, rhs.partition_spec(mesh, k="a", n="b"))
     assert collectives(product, x, q) == [REDUCE]
     assert_close(jax.jit(product)(x, q), reference(lhs, rhs))
 
@@ -358,7 +358,7 @@ def test_shards_divide_the_matrix():
 def test_programs_for_cuda_are_divided_too(mesh, monkeypatch):
     monkeypatch.setattr(extension, "unavailable", lambda platform: None)
     lhs, rhs = arrays(256, 256, FOUR, dtype="bfloat16")
-    q = put(rhs, mesh, partition_spec(rhs, mesh, k="b"))
+    q = put(rhs, mesh, rhs.partition_spec(mesh, k="b"))
     program = jax.jit(lambda x, q: x @ q).trace(lhs, q).lower(lowering_platforms=("cuda",))
     assert "CustomSPMDPartitioning" in program.as_text()
 
@@ -367,7 +367,7 @@ def test_programs_for_cuda_are_divided_too(mesh, monkeypatch):
 def test_float16_sums_are_allowed_on_every_device(mesh, allowed):
     precision = jax.lax.DotAlgorithmPreset.F16_F16_F16 if allowed else None
     lhs, rhs = arrays(512, 256, FOUR, dtype="float16")
-    rhs = put(rhs, mesh, partition_spec(rhs, mesh, k="a"))
+    rhs = put(rhs, mesh, rhs.partition_spec(mesh, k="a"))
     program = jax.jit(lambda x, q: quantized_matmul(x, q, precision=precision))
     text = program.lower(lhs, rhs).compile().as_text()
     assert text is not None
@@ -376,9 +376,9 @@ def test_float16_sums_are_allowed_on_every_device(mesh, allowed):
 
 def test_specs_are_a_tree_like_the_array(mesh):
     rhs = jax.eval_shape(lambda: jaxlowbit.quantize(jnp.ones((2, 256, 256)), FOUR))
-    specs = partition_spec(rhs, mesh, k="a", n="b", lead=(None,))
+    specs = rhs.partition_spec(mesh, k="a", n="b", lead=(None,))
     assert isinstance(specs, QuantizedArray)
     assert jax.tree.structure(specs) == jax.tree.structure(rhs)
     assert (specs.packed, specs.scale) == (P(None, "b", "a", None),) * 2
     with pytest.raises(ValueError, match=r"view made by select"):
-        partition_spec(quantize(jnp.ones((2, 64, 64)), EIGHT).select(0), mesh)
+        quantize(jnp.ones((2, 64, 64)), EIGHT).select(0).partition_spec(mesh)

@@ -8,7 +8,7 @@ from helpers import Oracle, assert_within, dequantize
 from jax.sharding import AxisType
 from meshes import assert_close, collectives, gradients, product, put, reference
 
-from jaxlowbit import INT4, Format, partition_spec, quantize
+from jaxlowbit import INT4, Format, quantize
 
 pytestmark = pytest.mark.gpu
 P = jax.P
@@ -42,7 +42,7 @@ def operands(format, dtype):
 
 def sharded(lhs, rhs, layout, mesh):
     lhs_spec, axes, sent = LAYOUTS[layout]
-    return put(lhs, mesh, lhs_spec), put(rhs, mesh, partition_spec(rhs, mesh, **axes)), sent
+    return put(lhs, mesh, lhs_spec), put(rhs, mesh, rhs.partition_spec(mesh, **axes)), sent
 
 
 @every_format
@@ -79,7 +79,7 @@ def test_shard_map(layout, format, mesh):
     f = jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(lhs_spec, partition_spec(rhs, mesh, **axes)),
+        in_specs=(lhs_spec, rhs.partition_spec(mesh, **axes)),
         out_specs=P(*(lhs_spec[:1] or (None,)), axes.get("n")),
     )
     x, q, _ = sharded(lhs, rhs, layout, mesh)

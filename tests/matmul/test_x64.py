@@ -22,7 +22,7 @@ from jaxlowbit import nnx as jl_nnx
 
 MODULES = (jl, jl_nnx, jl_linen, jl.quantizers)
 LLM = tuple(right_calls.CALLS)[tuple(right_calls.CALLS).index("Config") :]
-ELSEWHERE = ("from_qarray", "linen.check_layout_version", "quantize_pretrained")
+ELSEWHERE = ("from_qarray", "quantize_pretrained")
 """Calls that need qwix, a model, and the download of one."""
 CALLS = {
     name: call
@@ -139,11 +139,11 @@ ROUNDED: dict[str, tuple[Callable[[], Any], str]] = {
         "from_integers: scale has 8 va",
     ),
     "super_scale to 0": (
-        lambda: integers("int4-g32-super", np.ones((2, 8), np.int8), super_scale=1e-8),
+        lambda: integers("int4-g32-two_level", np.ones((2, 8), np.int8), super_scale=1e-8),
         "from_integers: super_scale has 8 values that float16 rounds to 0, the first at",
     ),
     "integer scale of 64 bits": (
-        lambda: integers("int4-g32-super", np.full((2, 8), 2**32 + 1), super_scale=1.0),
+        lambda: integers("int4-g32-two_level", np.full((2, 8), 2**32 + 1), super_scale=1.0),
         "from_integers: scale reaches from 4294967297 to 4294967297, but",
     ),
     "weight to inf": (
@@ -155,8 +155,8 @@ ROUNDED: dict[str, tuple[Callable[[], Any], str]] = {
         r"quantize: permutation has 4294967296 at \(0,\), but each",
     ),
     "groups of 64 bits": (
-        lambda: jl.group_permutation(np.arange(64) // 16 + 2**32, 16),
-        "group_permutation: group 0 has 0 rows",
+        lambda: grouped(np.arange(64) // 16 + 2**32),
+        "from_integers: group 0 of g_idx has 0 rows",
     ),
 }
 
@@ -179,6 +179,11 @@ def integers(format: str = "int4", scale: Any = None, super_scale: float | None 
     return jl.QuantizedArray.from_integers(values, scale, format=format, **options)
 
 
+def grouped(g_idx: Any, format: Any = "int4-g16") -> jl.QuantizedArray:
+    values, scale = np.ones((64, 8), np.int8), np.ones((4, 8), np.float32)
+    return jl.QuantizedArray.from_integers(values, scale, format=format, g_idx=g_idx)
+
+
 @pytest.mark.parametrize("name", ROUNDED)
 def test_numbers_that_arrays_do_not_hold(name):
     run, message = ROUNDED[name]
@@ -191,8 +196,8 @@ def test_numbers_of_numpy_are_numbers():
     size: Any = np.int32(16)
     assert jl.Format(four, size) == jl.Format(4, 16)
     assert type(jl.Format(four).bits) is int
-    order = jl.group_permutation(np.arange(64)[::-1] // 16, size)
-    np.testing.assert_array_equal(order, jl.group_permutation(np.arange(64)[::-1] // 16, 16))
+    orders = [grouped(np.arange(64)[::-1] // 16, jl.Format(4, x)).permutation for x in (size, 16)]
+    np.testing.assert_array_equal(*orders)
     x = np.ones((2, 64))  # float64, which JAX takes as float32
     assert "float32 (2, 64)" in jl.explain(x, right_calls.arrays()["q"], device="cpu")
     assert jl.supported_backends(x, right_calls.arrays()["q"])["xla"] is None

@@ -89,7 +89,7 @@ def test_groups_of_zeros_are_zeros(name):
     assert pruned < 1.1 * whole  # zeros do not widen the scales of other groups
 
 
-@pytest.mark.parametrize("scale", [None, "e4m3", "super"])
+@pytest.mark.parametrize("scale", [None, "e4m3", "two_level"])
 def test_a_codebook_of_one_sign_takes_the_other_as_zeros(scale):
     stack = np.full((4, K, 8), -1, np.float32)
     assert not floats(stack, FORMATS[f"positive-none-{scale}"]).any()
@@ -123,7 +123,7 @@ def test_models_with_a_layer_of_zeros():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 16, 300])
-@pytest.mark.parametrize("name", [*NAMED, "int4-g32-super"])
+@pytest.mark.parametrize("name", [*NAMED, "int4-g32-two_level"])
 def test_kernels_multiply_groups_of_zeros(name, rows):
     format = parse_format(name)
     weight = np.random.default_rng(0).normal(size=(512, 256)).astype(np.float32)

@@ -36,7 +36,7 @@ QUANTIZED = ("int8", "float8_e4m3fn")
 
 DIMENSIONS: Mapping[str, tuple[Any, ...]] = {
     "weights": tuple(BITS),
-    "scales": (*WIDE_SCALES, "e8m0", "e4m3", "int8", "super"),
+    "scales": (*WIDE_SCALES, "e8m0", "e4m3", "int8", "two_level"),
     "lhs": ("bfloat16", "float16", "float32", *QUANTIZED),
     "zero": ("none", "integer", "float"),
     "group": (-1, 16, 32, 48, 64, 96, 128),
@@ -127,10 +127,12 @@ def accepted(values: Values) -> bool:
     weights, scales, lhs = (values.get(name) for name in ("weights", "scales", "lhs"))
     integers = weights is None or weights in INTEGERS
     zero = values.get("zero", "none")
-    with_zeros = scales is None or scales in WIDE_SCALES or (scales == "super" and zero == "float")
+    with_zeros = (
+        scales is None or scales in WIDE_SCALES or (scales == "two_level" and zero == "float")
+    )
     if zero != "none" and not (integers and with_zeros):
         return False
-    if scales == "super" and values.get("group", 16) not in (16, 32, 64, 128):
+    if scales == "two_level" and values.get("group", 16) not in (16, 32, 64, 128):
         return False  # these divide a super-block
     if scales == "int8" and weights not in (None, "int2", "int3", "int4"):
         return False

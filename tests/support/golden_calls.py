@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
@@ -52,7 +51,7 @@ class Maker:
 
     @functools.cached_property
     def rng(self) -> np.random.Generator:
-        return np.random.default_rng(zlib.crc32(self.name.encode()))
+        return np.random.default_rng(products.seed(self.name))
 
     def rows(self, *shape: int) -> np.ndarray:
         values = self.rng.normal(size=shape) / math.sqrt(shape[-1])
@@ -90,7 +89,9 @@ def glu(x: Maker) -> Case:
 
 def mlp(x: Maker) -> Case:
     pair, down = x.weight((2,)), x.weight(k=x.n, n=x.k)
-    return Case(lambda a, b, c: jl.quantized_mlp(a, b, c, **x.options), (x.lhs(), pair, down))
+    return Case(
+        lambda a, b, c: jl.quantized_mlp(a, gate_up=b, down=c, **x.options), (x.lhs(), pair, down)
+    )
 
 
 def block(x: Maker, **options: Any) -> Case:
@@ -98,7 +99,10 @@ def block(x: Maker, **options: Any) -> Case:
     following = x.vector(x.k), [x.weight(), x.weight(n=64)]
     return Case(
         lambda rows, residual, norm, weights, following: jl.quantized_block(
-            *(rows, residual, weights[0], norm, *weights[1:]),
+            rows,
+            residual,
+            norm=norm,
+            **dict(zip(("out", "gate_up", "down"), weights, strict=True)),
             following=following,
             **options,
             **x.options,
@@ -108,7 +112,7 @@ def block(x: Maker, **options: Any) -> Case:
 
 
 def rounded_block(x: Maker) -> Case:
-    return block(x, activation_dtype="int8")
+    return block(x, lhs_qtype="int8")
 
 
 def normalized_products(x: Maker) -> Case:
@@ -130,7 +134,7 @@ def normalized_gated(x: Maker) -> Case:
 
 def rounded(x: Maker, dtype: str = "int8") -> Case:
     return Case(
-        lambda a, b: jl.quantized_matmul(a, b, activation_dtype=dtype, **x.options),
+        lambda a, b: jl.quantized_matmul(a, b, lhs_qtype=dtype, **x.options),
         (x.lhs(), x.weight()),
     )
 
@@ -272,7 +276,7 @@ def exported(x: Maker, rows: str = "") -> Case:
     program = export.export(
         jax.jit(lambda a, b: jl.quantized_matmul(a, b, activation="relu")),
         platforms=[x.platform],
-        disabled_checks=jl.EXPORT_CHECKS,
+        disabled_checks=jl.DISABLED_EXPORT_CHECKS,
     )(jax.ShapeDtypeStruct(shape, lhs.dtype), weight)
     return Case(program.call, (lhs, weight))
 

@@ -41,7 +41,16 @@ PROMPTS = [[3, 1, 4, 1, 5], [9, 2], list(range(20, 60))]
 TOKENS = np.random.default_rng(1).integers(0, 160, (2, 24))
 # Whole heads and whole atoms of every weight on each of four devices.
 DIVIDED: dict[str, Any] = {"heads": 8, "kv_heads": 4, "head_size": 64, "hidden": 256}
-MODEL_FORMATS = ("int8", "uint4", "int3", "nf4", "mxfp4", "mxfp8", "nvfp4", "int4-g32-float-super")
+MODEL_FORMATS = (
+    "int8",
+    "uint4",
+    "int3",
+    "nf4",
+    "mxfp4",
+    "mxfp8",
+    "nvfp4",
+    "int4-g32-float-two_level",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +139,7 @@ def _language_models() -> Runs:
         for dtype in ("int8", "float8_e4m3fn"):
             yield (
                 f"llm: tokens of {name}, rounded to {dtype}",
-                lambda name=name, dtype=dtype: _tokens(_decoder(name, activation_dtype=dtype)),
+                lambda name=name, dtype=dtype: _tokens(_decoder(name, lhs_qtype=dtype)),
             )
     drawn: dict[str, Any] = {"temperature": 1.0, "top_k": 50, "top_p": 0.9, "seed": 3}
     for dtype in ("bfloat16", "float16"):
@@ -153,7 +162,7 @@ def _divided_models() -> Runs:
             yield f"llm: tokens of {title}", lambda make=make: _tokens(make())
             yield (
                 f"llm: logits of {title}, rounded to int8",
-                lambda make=make: _logits(make(activation_dtype="int8")),
+                lambda make=make: _logits(make(lhs_qtype="int8")),
             )
 
 
@@ -205,7 +214,7 @@ def _divided_products() -> Runs:
         maker = Maker("divided", jax.default_backend(), format, 8, "float32", k=1024, n=512)
         mesh = jax.make_mesh((2, 4), ("a", "b"), (kind,) * 2, devices=jax.devices()[:8])
         lhs, weight = maker.lhs(), maker.weight()
-        specs = jl.partition_spec(weight, mesh, **{axis: "b"})
+        specs = weight.partition_spec(mesh, **{axis: "b"})
         x = meshes.put(lhs, mesh, jax.P("a", "b" if axis == "k" else None))
         placed = jax.device_put(weight, jax.tree.map(lambda s: jax.NamedSharding(mesh, s), specs))
         out = jax.P("a") if kind is AxisType.Explicit and axis == "k" else None
@@ -240,7 +249,7 @@ def _formats() -> Runs:
             combination(format, SHAPES["qmm_sm80"], "all")
         )
         options: dict[str, Any] = {"backend": "xla"}
-        dequantized = jax.jit(jl.dequantize)(rhs)
+        dequantized = jax.jit(jl.QuantizedArray.dequantize)(rhs)
         static = ("activation", "backend")
         product = jax.jit(jl.quantized_matmul, static_argnames=static)
         return dequantized, product(lhs, rhs, **epilogue, **options)

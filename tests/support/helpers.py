@@ -26,7 +26,7 @@ TARGET = "jaxlowbit_sequence"
 _STATIC = ("preferred_element_type", "precision", "backend")
 matmul = jax.jit(jaxlowbit.quantized_matmul, static_argnames=_STATIC)
 # `array.dequantize(dtype)` as one program; run eagerly, it would compile ten.
-dequantized = jax.jit(jaxlowbit.dequantize, static_argnums=1)
+dequantized = jax.jit(QuantizedArray.dequantize, static_argnums=1)
 # Interpreted kernels take longer to optimize than to run.
 UNOPTIMIZED: dict[str, Any] = {"xla_backend_optimization_level": 0}
 interpreted_matmul = jax.jit(
@@ -63,11 +63,11 @@ def _tensor_scale(format: Format) -> Any:
 
 
 def _scale_rows(format: Format) -> int:
-    return 256 // format.group_size + 2 if format.scale == "super" else 1
+    return 256 // format.group_size + 2 if format.scale == "two_level" else 1
 
 
 def _zero_dtype(format: Format) -> Any:
-    bytes_of = format.zero == "integer" or format.scale == "super"
+    bytes_of = format.zero == "integer" or format.scale == "two_level"
     return jnp.uint8 if bytes_of else jnp.float32
 
 
@@ -167,9 +167,9 @@ def quantize(
     values = _parts_padded(_parts_padded(values, -2, shards[0], whole), -1, shards[1], 64)
     padded = values.shape[-2]
     size = padded if format.group_size == -1 else min(format.group_size, padded)
-    if format.scale == "super":
+    if format.scale == "two_level":
         size = format.group_size
-    values = _parts_padded(values, -2, 1, 256 if format.scale == "super" else size)
+    values = _parts_padded(values, -2, 1, 256 if format.scale == "two_level" else size)
     values = values.reshape(*lead, -1, size, values.shape[-1])
 
     low, high, zero = values.min(-2), values.max(-2), None
@@ -194,11 +194,11 @@ def quantize(
         narrow = np.maximum(scale / unit, 2.0**-9).astype(format.scale_dtype)
         scale = narrow.astype(np.float32) * unit
     elif format.scale == "int8":
-        tensor_scale = (scale.max(-2) / format.most_scale).astype(np.float32)
+        tensor_scale = (scale.max(-2) / format.max_scale).astype(np.float32)
         unit = tensor_scale[..., None, :]
-        narrow = np.minimum(np.ceil(scale / unit), format.most_scale).astype(np.int8)
+        narrow = np.minimum(np.ceil(scale / unit), format.max_scale).astype(np.int8)
         scale = narrow.astype(np.float32) * unit
-    elif format.scale == "super":
+    elif format.scale == "two_level":
         narrow = two_levels(scale, format.group_size)
         scale = of_two_levels(narrow, format.group_size).astype(np.float32)
     else:
@@ -213,7 +213,7 @@ def quantize(
         codes = np.round(steps) + zero[..., None, :]
     elif format.zero == "float":
         zero, wide = low.astype(dtype), low.astype(dtype).astype(np.float32)
-        if format.scale == "super":
+        if format.scale == "two_level":
             zero = two_levels(low, format.group_size)
             wide = of_two_levels(zero, format.group_size).astype(np.float32)
         codes = np.round((values - wide[..., None, :]) / scale[..., None, :])
@@ -290,7 +290,7 @@ def dequantize(array: QuantizedArray) -> Weight:
     codes = unpack(np.asarray(array.packed), format.bits)[..., stored, : array.n]
 
     def rows(values: Any) -> np.ndarray:
-        if format.scale == "super":
+        if format.scale == "two_level":
             found = unpack_groups(np.asarray(values))
             values = of_two_levels(found, format.group_size)
         else:

@@ -34,9 +34,9 @@ def weights(
     scale: Any = rng.uniform(0.5, 2, (*lead, groups, n)).astype(np.float32)
     integers = values if signed else values - np.repeat(zero, size, -2)[..., :k, :]
     if format.scales_channels:
-        scale = rng.integers(0, format.most_scale + 1, (*lead, groups, n)).astype(np.int8)
+        scale = rng.integers(0, format.max_scale + 1, (*lead, groups, n)).astype(np.int8)
         if extreme is not None:
-            scale[:] = format.most_scale
+            scale[:] = format.max_scale
         integers = values * np.repeat(scale.astype(np.int64), size, -2)[..., :k, :]
         options["tensor_scale"] = rng.uniform(0.5, 2, (*lead, n)).astype(np.float32)
     own = values.astype(np.int8 if signed else np.uint8)

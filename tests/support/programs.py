@@ -347,7 +347,8 @@ class _Run:
             return (glu(lhs, self.weight("pair"), bias=both, **addends, **typed, **options),)
         if kind == "mlp":
             mlp = jaxlowbit.quantized_mlp
-            return (mlp(lhs, self.weight("pair"), self.weight("down"), **typed, **options),)
+            weights = {"gate_up": self.weight("pair"), "down": self.weight("down")}
+            return (mlp(lhs, **weights, **typed, **options),)
         if kind == "transposed":
             like = jax.ShapeDtypeStruct((m, d), lhs.dtype)
             wide = self.weight("wide")
@@ -378,7 +379,12 @@ class _Run:
         residual = addends.get("residual", lhs)
         norm = self.leaf("norm.d")
         y, (following,) = jaxlowbit.quantized_block(
-            *(lhs, residual, square, norm, self.weight("pair"), self.weight("down")),
+            lhs,
+            residual,
+            out=square,
+            norm=norm,
+            gate_up=self.weight("pair"),
+            down=self.weight("down"),
             following=(norm, (self.weight("stack").select(0),)),
             **options,
         )

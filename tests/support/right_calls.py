@@ -186,7 +186,7 @@ PRODUCT = {
     "out_sharding": NONE,
     "backend": NONE,
 }
-PACKED = {"format": INT4, "shards": constant((1, 1)), "activation_dtype": NONE}
+PACKED = {"format": INT4, "shards": constant((1, 1)), "lhs_qtype": NONE}
 DTYPES = {"dtype": NONE, "param_dtype": constant(jnp.float32)}
 ZEROS = constant(nn.initializers.zeros_init())
 NORMAL = constant(nn.initializers.normal())
@@ -217,7 +217,6 @@ CALLS = {
         shards=constant((1, 1)),
         permutation=NONE,
     ),
-    "dequantize": call(jl.dequantize, array=given("q"), dtype=NONE),
     "quantize_activations": call(
         jl.quantize_activations, activations=given("x"), dtype=constant(jnp.int8), factor=NONE
     ),
@@ -246,7 +245,7 @@ CALLS = {
         bias=NONE,
         activation=NONE,
         residual=NONE,
-        activation_dtype=NONE,
+        lhs_qtype=NONE,
         **PRODUCT,
     ),
     "integer_matmul": call(
@@ -288,13 +287,15 @@ CALLS = {
         backend=NONE,
     ),
     "partition_spec": call(
-        jl.partition_spec,
-        array=given("pair"),
+        lambda **arguments: arrays()["pair"].partition_spec(**arguments),
+        "partition_spec",
+        "QuantizedArray",
         mesh=given("mesh"),
         k=NONE,
         n=constant("model"),
         lead=constant(()),
     ),
+    "check_layout_version": call(jl.check_layout_version, tree=given("q")),
     "supported_backends": call(jl.supported_backends, lhs=given("x"), rhs=given("q")),
     "explain": call(jl.explain, lhs=given("x"), rhs=given("q"), device=constant("cpu")),
     "scan": call(
@@ -304,8 +305,13 @@ CALLS = {
         xs=given("pair"),
         length=NONE,
     ),
-    "group_permutation": call(
-        jl.group_permutation, group_index=lambda: jnp.arange(K) % 4, group_size=constant(16)
+    "from_integers of groups": call(
+        jl.QuantizedArray.from_integers,
+        "from_integers",
+        values=given("integers"),
+        scale=lambda: jnp.ones((4, N)),
+        format=constant("int4-g16"),
+        g_idx=lambda: jnp.arange(K) % 4,
     ),
     "Format": call(
         jl.Format,
@@ -349,9 +355,8 @@ CALLS = {
         rules=INT4,
         keep=constant(()),
         shards=constant((1, 1)),
-        activation_dtype=NONE,
+        lhs_qtype=NONE,
     ),
-    "nnx.check_layout_version": call(jl_nnx.check_layout_version, model=Model),
     "QuantizedLinear": call(
         jl_nnx.QuantizedLinear,
         in_features=constant(K),
@@ -451,7 +456,7 @@ CALLS = {
         x=given("x"),
         keep=constant(()),
         shards=constant((1, 1)),
-        activation_dtype=NONE,
+        lhs_qtype=NONE,
     ),
     "quantize_pretrained": call(
         lambda rules, **options: jl_linen.quantize_pretrained(Pretrained(), rules, IDS, **options),
@@ -461,7 +466,7 @@ CALLS = {
         rules=constant({"": jl.INT8}),
         keep=constant(()),
         shards=constant((1, 1)),
-        activation_dtype=NONE,
+        lhs_qtype=NONE,
     ),
     "EinsumParameter": call(
         jl_linen.EinsumParameter,
@@ -471,7 +476,6 @@ CALLS = {
         embedding=constant(False),
         reader=NONE,
     ),
-    "linen.check_layout_version": call(jl_linen.check_layout_version, variables=variables),
     "QuantizedDense": call(
         initialised(jl_linen.QuantizedDense, given("x")),
         "QuantizedDense",

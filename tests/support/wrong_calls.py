@@ -132,7 +132,7 @@ DTYPE = of(str, type)  # a name, whose meaning the call checks
 WEIGHTS = of(jl.QuantizedArray)
 RIGHT: dict[str | tuple[str, str], Callable[[Any], bool]] = {
     "activation": among("silu", "gelu", "gelu_tanh", "relu"),
-    "activation_dtype": among(None, jnp.int8),
+    "lhs_qtype": among(None, jnp.int8),
     "activations": shaped((None,)),
     "alpha": among(0, 1, 0.5, 1.0),
     "array": WEIGHTS,
@@ -157,6 +157,7 @@ RIGHT: dict[str | tuple[str, str], Callable[[Any], bool]] = {
     "following": NOTHING,
     "format": of(str, jl.Format),
     "full": of(bool, int, np.bool_),
+    "g_idx": NOTHING,
     "group_size": of(int),
     "in_features": of(int, tuple),
     "index": shaped(()),
@@ -219,6 +220,10 @@ RIGHT: dict[str | tuple[str, str], Callable[[Any], bool]] = {
     ("LanguageModel", "decoder"): of(llm.Decoder),
     ("LanguageModel", "report"): NOTHING,
     ("LanguageModel", "tokenizer"): NOTHING,
+    ("Decoder", "weights"): lambda value: jax.tree.map(np.shape, value) == config().shapes(),
+    ("check_layout_version", "tree"): lambda value: any(
+        isinstance(x, jl.QuantizedArray) for x in jax.tree.leaves(value, is_leaf=WEIGHTS)
+    ),
     ("perplexity", "context"): of(int, type(None)),
 }
 """The values of arguments that are right, so that a call may work with them."""

@@ -35,7 +35,7 @@ def test_pages_and_tables():
     page = "a\n<!-- format-table: 8-bit scales -->\nold\n<!-- /format-table -->\nb\n"
     filled = format_tables.filled(page)
     assert filled.startswith("a\n<!--") and filled.endswith("<!-- /format-table -->\nb\n")
-    names = ["int4-int8", "int4-g32-float-super", "mxfp4", "mxfp8", "nvfp4"]
+    names = ["int4-int8", "int4-g32-float-two_level", "mxfp4", "mxfp8", "nvfp4"]
     assert re.findall(r"^\| `([\w-]+)`", filled, re.M) == names
     assert "old" not in filled and format_tables.filled(filled) == filled
     with pytest.raises(ValueError, match="no table of 'zeros'; name 8-bit scales, or nothing"):
@@ -74,7 +74,7 @@ def test_a_row_is_what_quantize_makes(name):
 
     q = unpack(np.asarray(array.packed), format.bits).astype(np.int32)
     names = {"q": q, "t": unit}
-    if format.scale == "super":
+    if format.scale == "two_level":
         names |= zip("sd", levels(array.scale), strict=True)
         names |= zip("be", levels(array.zero), strict=True)
     else:

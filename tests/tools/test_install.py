@@ -116,9 +116,8 @@ def test_public_names(output):
         print(*sorted(name for name in vars(jaxlowbit) if not name.startswith("_")))
     """
     names = (
-        "EXPORT_CHECKS FP8 Format INT4 INT8 MXFP4 MXFP8 NF4 NVFP4 QuantizedActivations "
-        "QuantizedArray UINT4 UINT8 "
-        "dequantize explain group_permutation integer_matmul partition_spec quantize "
+        "DISABLED_EXPORT_CHECKS FP8 Format INT4 INT8 MXFP4 MXFP8 NF4 NVFP4 QuantizedActivations "
+        "QuantizedArray UINT4 UINT8 check_layout_version explain integer_matmul quantize "
         "quantize_activations quantized_block quantized_glu "
         "quantized_matmul quantized_matmuls quantized_mlp quantizers scan supported_backends tune"
     )

@@ -51,7 +51,7 @@ def test_the_demo(example, tiny, tmp_path, capsys, monkeypatch):
     assert 4.5 < stored["bits"] < 8.5  # Q4_1 and Q8_0, scales among them
     assert 8 + 16 / 256 < eight["bits"] < 8.25  # a scale for 256 rows, and padded channels
     assert eight["name"] == "int8@int8"
-    assert [model.decoder.activation_dtype for model in loaded] == [None, jnp.int8]
+    assert [model.decoder.lhs_qtype for model in loaded] == [None, jnp.int8]
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert "[2/2] int8@int8" in progress
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..._core.format import Format
-from ..._core.permutations import group_permutation
+from ..._core.permutations import of_groups
 from .. import _bits, _scaled
 from .._fields import OTHER, Fields
 from .._files import AGAIN, FLOATS, Folder, Tensor, read_json
@@ -198,11 +198,7 @@ def matrix(folder: Folder, module: str, layout: Layout, kind: str) -> Matrix:
 
 def order_of(g_idx: Tensor, size: int) -> np.ndarray | None:
     """The order of input features that makes the groups of a tensor consecutive."""
-    try:
-        order = group_permutation(np.array(g_idx.array()), size)
-    except ValueError as error:
-        raise ValueError(f"{g_idx.where}: {error}") from None
-    return None if order is None else np.asarray(order)
+    return of_groups(g_idx.where, np.array(g_idx.array()), (*g_idx.shape, 1), size, 1)
 
 
 def is_symmetric(qzeros: Tensor, unpack: Callable[[np.ndarray], np.ndarray], bits: int) -> bool:

@@ -23,7 +23,8 @@ METHODS = ("hqq",)
 SUMMARY = "HQQ of 1, 2, 3, 4 and 8 bits with axis 1; axis 0 with requantize="
 _OPTIONS = """
     axis channel_wise compute_dtype encoded_state_dict group_size nbits offload_meta optimize
-    packing quant_scale quant_zero round_zero shape stores_quant_config unpack_view_dtype view_as_float
+    packing quant_scale quant_zero round_zero shape stores_quant_config unpack_view_dtype
+    view_as_float
 """
 _PARTS = {1: 8, 2: 4, 3: 10, 4: 2, 8: 1}
 

@@ -1,11 +1,11 @@
 """NVIDIA ModelOpt: float8, NVFP4, MXFP8, MXFP4, int4 of AWQ and int8 of SmoothQuant.
 
 A module has `weight` and `weight_scale`; of NVFP4 also `weight_scale_2`, the factor of the matrix.
-`pre_quant_scale` multiplies inputs. The tensors are those of `export_hf_checkpoint`, which writes
+`pre_quant_scale` multiplies inputs. `weight_scale_2` of W4A8_AWQ is the range of operands in 8-bit
+floats, and no factor of weights. The tensors are those of `export_hf_checkpoint`, which writes
 its algorithm (`quant_algo`) to config.json or hf_quant_config.json (`modelopt/torch/export`).
 """
 
-import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -16,10 +16,10 @@ import numpy as np
 
 from ..._core.format import Format
 from .._fields import OTHER, Fields
-from .._files import FLOATS, Folder, Tensor, read_json
+from .._files import AGAIN, FLOATS, Folder, Tensor, read_json
 from .._matrix import Found, Matrix
 from .._packing import Unpacked
-from .._scaled import four_bit_floats, number, scaled, scales
+from .._scaled import four_bit_floats, left_out, number, scaled, scales, static_scales
 from .._smoothed import smoothed
 
 METHODS = ("modelopt",)
@@ -30,8 +30,6 @@ _HARMLESS = """
     lora_rank pre_quant_scale producer quant_method
 """
 _E8M0 = ("U8", "F8_E8M0")
-_INPUTS = re.compile(r"\.input_scale$")
-_CACHE = re.compile(r"\.[qkv]_scale$")
 
 
 def configured(folder: Folder) -> tuple[Path, Mapping[str, Any]] | None:
@@ -65,25 +63,9 @@ def read(folder: Folder, config: Fields) -> Found:
             )
         found = _READERS[algorithm](folder, module, own)
         matrices.append(smoothed(found, folder.tensors.get(f"{module}.pre_quant_scale")))
-    inputs, cache = (
-        {name for name in folder.tensors if pattern.search(name)} for pattern in (_INPUTS, _CACHE)
-    )
-    return Found(matrices, frozenset(inputs | cache), _sentences(config.path, inputs, cache))
-
-
-def _sentences(path: Path, inputs: set[str], cache: set[str]) -> tuple[str, ...]:
-    """Sentences on scales that are not read."""
-    found = []
-    if inputs:
-        found.append(
-            f"{path} has static scales of activations, which are left out: here activations stay "
-            "floats, or get a scale for each token."
-        )
-    if cache:
-        found.append(
-            f"{path} has scales of a cache in 8 bits, which are left out: here it is floats."
-        )
-    return tuple(found)
+    unused = static_scales(folder)
+    sentences = (left_out(config.path, "static scales of activations or of a cache"),)
+    return Found(matrices, unused, sentences if unused else ())
 
 
 def _pair(folder: Folder, module: str) -> tuple[Tensor, Tensor]:
@@ -128,15 +110,21 @@ def _mxfp4(folder: Folder, module: str, config: Fields) -> Matrix:
 def _int4(folder: Folder, module: str, config: Fields) -> Matrix:
     """Pairs of rows of signed integers, (out / 2, in): the even row in the low bits."""
     weight, scale = _pair(folder, module)
-    size = config.need("group_size", "an integer")
     n, k = 2 * weight.shape[0], weight.shape[1]
-    if size < 1 or k % size or (size % 16 and size != k):
-        raise ValueError(
-            f"{weight.where} has groups of {size}, but groups are read that divide its {k} inputs "
-            f"into multiples of 16; {OTHER}."
-        )
     weight.check(("U8",), weight.shape)
-    scale.check(FLOATS, (n, k // size))
+    scale.check(FLOATS, (n, *scale.shape[1:2]))
+    # config.json lacks the size of groups, which hf_quant_config.json has.
+    size = k // max(scale.shape[1], 1)
+    if size * scale.shape[1] != k or (size % 16 and size != k):
+        raise ValueError(
+            f"{scale.where} has {scale.shape[1]} groups, but groups are read that divide the {k} "
+            f"inputs of {weight.name!r} into multiples of 16; {OTHER}."
+        )
+    if config.get("group_size", "an integer", size) != size:
+        raise ValueError(
+            f"{config.path}: 'group_size' is {config.values['group_size']}, but {scale.name!r} has "
+            f"groups of {size}; {AGAIN}."
+        )
 
     def unpack(start: int, stop: int) -> Unpacked:
         pairs = weight.array()[start // 2 : -(-stop // 2)]
@@ -144,7 +132,6 @@ def _int4(folder: Folder, module: str, config: Fields) -> Matrix:
         values = rows[start % 2 : start % 2 + stop - start] ^ np.uint8(8)
         return Unpacked(values, scales(scale, scale.array()[start:stop]), None)
 
-    # The range of the second stage, in 8-bit floats, whose factor is in the scales too.
     factor = folder.tensors.get(f"{module}.weight_scale_2")
     tensors = (weight, scale, *([] if factor is None else [factor]))
     format = Format(4, -1 if size == k else size)

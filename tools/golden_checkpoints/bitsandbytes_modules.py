@@ -3,7 +3,7 @@
 import bitsandbytes as bnb
 import torch
 from bitsandbytes.backends.default import ops
-from folders import K, N, weights, write
+from checkpoints import K, N, save, weights
 
 FOUR_BITS = {
     "nf4": {"quant_type": "nf4", "compress_statistics": False},
@@ -43,7 +43,7 @@ def four_bits(name: str, n: int, k: int, **options) -> None:
         "llm_int8_skip_modules": None,
         "llm_int8_threshold": 6.0,
     }
-    write(f"bitsandbytes-{name}", tensors, {"quantization_config": config}, {"layer.weight": own})
+    save(f"bitsandbytes-{name}", {"quantization_config": config}, tensors, {"layer.weight": own})
 
 
 def eight_bits() -> None:
@@ -61,7 +61,7 @@ def eight_bits() -> None:
         "llm_int8_threshold": 6.0,
         "llm_int8_has_fp16_weight": False,
     }
-    write("bitsandbytes-int8", tensors, {"quantization_config": config}, {"layer.weight": own})
+    save("bitsandbytes-int8", {"quantization_config": config}, tensors, {"layer.weight": own})
 
 
 for name, options in FOUR_BITS.items():

@@ -1,7 +1,7 @@
 """Golden checkpoint of gpt-oss's experts: transformers' `convert_moe_packed_tensors`."""
 
 import torch
-from folders import write
+from checkpoints import save
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 torch.manual_seed(0)
@@ -16,4 +16,4 @@ for name, (experts, n, blocks) in SHAPES.items():
     own = convert_moe_packed_tensors(data, scales, dtype=torch.bfloat16)
     expected[prefix] = own.transpose(1, 2)
 config = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
-write("mxfp4-gpt-oss", tensors, {"quantization_config": config}, expected)
+save("mxfp4-gpt-oss", {"quantization_config": config}, tensors, expected)

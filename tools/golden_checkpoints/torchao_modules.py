@@ -1,7 +1,7 @@
 """Golden checkpoints of torchao 0.18, by its tensors and `flatten_tensor_state_dict`."""
 
 import torch
-from folders import N, K, weights, write
+from checkpoints import K, N, save, weights
 from torchao.core.config import config_to_dict
 from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
 from torchao.quantization import (
@@ -43,4 +43,4 @@ for name, config in CASES.items():
     own = stored.dequantize()
     values = {"quant_method": "torchao", "quant_type": {"default": config_to_dict(config)}}
     expected = {"layer.weight": own}
-    write(f"torchao-{name}", tensors, {"quantization_config": values}, expected, metadata)
+    save(f"torchao-{name}", {"quantization_config": values}, tensors, expected, metadata)

@@ -3,10 +3,12 @@
 import mlx.core as mx
 import numpy as np
 import torch
-from folders import weights, write
+from checkpoints import save, weights
 
 CASES = {
-    **{f"affine-{bits}bit": ("affine", 64 if bits < 8 else 32, bits) for bits in (2, 3, 4, 5, 6, 8)},
+    **{
+        f"affine-{bits}bit": ("affine", 64 if bits < 8 else 32, bits) for bits in (2, 3, 4, 5, 6, 8)
+    },
     "mxfp4": ("mxfp4", 32, 4),
     "mxfp8": ("mxfp8", 32, 8),
     "nvfp4": ("nvfp4", 16, 4),
@@ -20,12 +22,15 @@ def tensor(array: mx.array) -> torch.Tensor:
 
 
 def quantized(weight: torch.Tensor, mode: str, size: int, bits: int, dtype: mx.Dtype):
-    """Tensors of a module, and its weights as MLX dequantizes them."""
+    """Tensors of a module, and its weights as MLX dequantizes them, affine ones in float32."""
     options = {"group_size": size, "bits": bits, "mode": mode}
-    parts = mx.quantize(mx.array(weight.numpy()).astype(dtype), **options)
-    own = mx.dequantize(*parts, **options)
-    names = ("weight", "scales", "biases")[: len(parts)]
-    return {name: tensor(part) for name, part in zip(names, parts, strict=True)}, tensor(own)
+    data, *rest = mx.quantize(mx.array(weight.numpy()).astype(dtype), **options)
+    wide = [part if part.dtype == mx.uint8 else part.astype(mx.float32) for part in rest]
+    own = mx.dequantize(data, *wide, **options)
+    names = ("weight", "scales", "biases")
+    return {name: tensor(part) for name, part in zip(names, (data, *rest), strict=False)}, tensor(
+        own
+    )
 
 
 for name, (mode, size, bits) in CASES.items():
@@ -46,14 +51,14 @@ for name, (mode, size, bits) in CASES.items():
     if mode == "affine":
         del config["mode"], config["second"]["mode"]
     tensors["floats.weight"] = first[:2].to(torch.bfloat16)
-    write(f"mlx-{name}", tensors, {"quantization": config, "quantization_config": config}, expected)
+    save(f"mlx-{name}", {"quantization": config, "quantization_config": config}, tensors, expected)
 
 # A stack of experts.
 found = [quantized(weight, "affine", 64, 4, mx.float16) for weight in weights(3, 16)]
 tensors = {f"switch.{key}": torch.stack([one[key] for one, _ in found]) for key in found[0][0]}
-write(
+save(
     "mlx-stack",
-    tensors,
     {"quantization": {"group_size": 64, "bits": 4}},
+    tensors,
     {"switch.weight": torch.stack([own for _, own in found])},
 )

@@ -1,7 +1,7 @@
 """Golden checkpoints of fine-grained float8: weights by transformers, in float32."""
 
 import torch
-from folders import weights, write
+from checkpoints import save, weights
 from transformers.integrations import finegrained_fp8
 from transformers.utils.quantization_config import FineGrainedFP8Config
 
@@ -28,7 +28,7 @@ for name in ("float", "ue8m0", "tensor"):
     stored = scale.to(torch.float8_e8m0fnu) if name == "ue8m0" else scale
     own = finegrained_fp8._dequantize_fp8_weight(values, stored, block, torch.float32)
     tensors = {"layer.weight": values, "layer.weight_scale_inv": stored}
-    write(f"fp8-{name}", tensors, {"quantization_config": config.to_dict()}, {"layer.weight": own})
+    save(f"fp8-{name}", {"quantization_config": config.to_dict()}, tensors, {"layer.weight": own})
 
 # Experts of 4-bit floats, as stacks.
 config = FineGrainedFP8Config(scale_fmt="ue8m0", expert_dtype="fp4")
@@ -37,4 +37,4 @@ stored = torch.randint(110, 135, (3, 24, 3), dtype=torch.uint8).view(torch.float
 own = finegrained_fp8.Fp8Dequantize(None)._dequantize_one(values, stored, torch.float32)
 name = "model.layers.0.mlp.experts.down_proj"
 tensors = {name: values, f"{name}_scale_inv": stored}
-write("fp8-experts", tensors, {"quantization_config": config.to_dict()}, {name: own})
+save("fp8-experts", {"quantization_config": config.to_dict()}, tensors, {name: own})

@@ -1,7 +1,7 @@
 """Golden checkpoints of hqq 0.2.8: `HQQLinear.state_dict`, which `save_to_safetensors` writes."""
 
 import torch
-from folders import K, N, weights, write
+from checkpoints import K, N, save, weights
 from hqq.core.quantize import BaseQuantizeConfig, HQQLinear, Quantizer
 
 CASES = {
@@ -40,4 +40,4 @@ for name, (bits, size, axis, dtype) in CASES.items():
     }
     # hqq itself writes no quantization config.
     whole = {} if name == "4bit" else {"quantization_config": config}
-    write(f"hqq-{name}", tensors, whole, {"layer.weight": own})
+    save(f"hqq-{name}", whole, tensors, {"layer.weight": own})
