@@ -1,11 +1,11 @@
-"""Checks and times quantized products beside dense ones, and reports on what was measured.
+"""Checks and times quantized products against dense ones, and reports the results.
 
     python benchmarks/benchmark.py --shapes llama3-8b --m 1 16 64 256 --out results.json
     python benchmarks/benchmark.py --out new.json --compare old.json
     python benchmarks/benchmark.py --read results.json --plot plots --markdown docs/benchmarks.md
 
-The method is in `timing.py`, shapes in `shapes.py`, backends in `contenders.py` and `peers/`. A
-wrong product is reported and not timed, and the exit status is 1; so it is after a regression.
+The method is in `timing.py`, shapes in `shapes.py`, backends in `contenders.py` and `peers/`. Wrong
+products are reported and not timed. The exit status is 1 after a wrong product or a regression.
 """
 
 import argparse
@@ -121,7 +121,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
         measured = itertools.chain(driver.measure(options.driver, plan), measured)
     for finding in measured:
         _record(found, finding)
-        if options.out:  # so that an interrupted run keeps what it has
+        if options.out:  # an interrupted run keeps its rows
             results.write(options.out, found)
     return found
 

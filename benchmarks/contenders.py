@@ -1,4 +1,4 @@
-"""What can be timed: this package, XLA and other packages, each as one entry of a table."""
+"""The table of backends to time: this package, XLA and other packages."""
 
 import functools
 from collections.abc import Callable
@@ -15,15 +15,15 @@ from jaxlowbit import Format
 
 OURS = ("jaxlowbit", "definition", "pallas")
 DENSE = ("xla", "cublas")
-READ = "read"  # no product, but what reading the weight takes
+READ = "read"  # only reads the weight
 
 
 class Contender(NamedTuple):
-    """How to get and to call a weight.
+    """Makes and multiplies by a weight.
 
     `make` takes `Codes` and their `Format`. `call` takes activations (m, k) and a weight.
-    `unsupported` takes the format and the dtype and returns a reason or None. `reference` takes a
-    weight that is another than the codes say and returns it as floats (k, n).
+    `unsupported` takes the format and the dtype and returns a reason or None. `reference`, for
+    backends that quantize differently, returns their weight as floats (k, n).
     """
 
     make: Callable[[Any, Format], Any]
@@ -31,7 +31,7 @@ class Contender(NamedTuple):
     unsupported: Callable[[Format, str], str | None] = lambda format, dtype: None
     framework: Literal["jax", "torch"] = "jax"
     dense: bool = False
-    # XLA shares what depends on the weight alone: each call then has a weight of its own.
+    # Whether XLA would share work on the weight among calls; then each call has a separate weight.
     shares: bool = False
     reference: Callable[[Any], Any] | None = None
 

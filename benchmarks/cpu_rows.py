@@ -1,14 +1,14 @@
-"""Times products of few and many rows on the CPU beside XLA's dots of the same shape, and a read.
+"""Times products with small and large M on the CPU against XLA's dots of the same shape.
 
     python benchmarks/cpu_rows.py --rows 1 16 64 256 --formats int4 int4-g48 nf4 codebook6-g128
 
-All are timed in one process: formats in turns, each once in a round, then XLA's dots.
-`codebookB-gN` has 2^B normal numbers and groups of N. The read is that of as many bytes as the
-first format has weights and scales, by two threads that take the largest number of a half each:
-what memory, and waking a thread, allow one row. `--int8` multiplies rows quantized before,
-and their values in bfloat16, which is what happens without a kernel for int8. `--multiplied`
-doubles all results in the program of the product, which those of nvfp4 are multiplied in anyway:
-XLA runs a program of 1000 operations and more, in which calls count as none, on another thread.
+All are timed in one process: the formats in turn, once per round, then XLA's dots. `codebookB-gN`
+has 2^B normal numbers and groups of N. For comparison, two threads read as many bytes as the first
+format's weights and scales and compute the maximum of a half each: the limit set by memory and by
+waking a thread. `--int8` multiplies previously quantized rows, and also their values as bfloat16,
+the fallback without an int8 kernel. `--multiplied` doubles all results in the program of the
+product, as programs with nvfp4 do anyway: XLA runs programs of 1000 operations and more, not
+counting calls, on another thread.
 """
 
 import argparse
@@ -105,7 +105,7 @@ def quantized(weight: np.ndarray, name: str) -> QuantizedArray:
 
 
 def milliseconds(calls: Sequence[Callable[[], object]], count: int) -> list[str]:
-    """The median time of each, and the least."""
+    """The median and minimum time of each."""
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(WARM_UP + count):
         for call, own in zip(calls, times, strict=True):

@@ -1,11 +1,10 @@
-"""What a custom call costs inside a jitted program, beyond the work of its kernel.
+"""Times the overhead of a custom call in a jitted program, beyond the work of its kernel.
 
     python benchmarks/custom_call.py
 
-For weights small enough that the work itself is next to nothing (128 x 128, one kernel) and for a
-small layer (4096 x 4096, two kernels): device time per call of a chain, with XLA's graph capture
-(the default) and without, with donated buffers (stable addresses) and without; and host time per
-program of one and of eight calls.
+For weights with negligible work (128 x 128, one kernel) and for a small layer (4096 x 4096, two
+kernels): device time per call of a chain, with and without XLA's graph capture (the default), with
+and without donated buffers (stable addresses); host time per program of one and of eight calls.
 """
 
 import argparse
@@ -61,7 +60,7 @@ def make(size: int) -> list[jl.QuantizedArray]:
 
 
 def host_us(weights: list[jl.QuantizedArray], calls: int) -> tuple[float, float]:
-    """Medians of the time until a program is enqueued, and until its result is there."""
+    """Median times until a program is enqueued, and until its result is ready."""
 
     @jax.jit
     def chain(x: jax.Array) -> jax.Array:

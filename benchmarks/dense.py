@@ -1,4 +1,4 @@
-"""Dense products by cuBLAS, for many shapes in little time."""
+"""Times dense products by cuBLAS for many shapes quickly."""
 
 import functools
 import itertools
@@ -15,9 +15,9 @@ from shapes import Shape
 
 
 class Cublas:
-    """Times PyTorch's products, of weights and activations that are parts of two random buffers.
+    """Times PyTorch's products of weights and activations that are views of two random buffers.
 
-    They are not checked.
+    Results are not checked.
 
     **Raises:** `InputError` without PyTorch or a GPU, and for weights too small to be kept cold.
     """
@@ -37,8 +37,8 @@ class Cublas:
         self._lhs = random(max(plan.tokens) * max(shape.k for shape in plan.shapes))
 
     def measure(self, plan: measure.Plan) -> Iterator[dict[str, Any]]:
-        """A row per shape and number of tokens, of a part of the plan it was made for."""
-        # Few tokens first, as the driver has them.
+        """Yields a row per shape and number of tokens. `plan`: part of the constructor's plan."""
+        # Small M first, like the driver.
         for m, (name, n, k) in itertools.product(plan.tokens, plan.shapes):
             size, copies, calls = _copies(plan, Shape(name, n, k))
             rotating = list(self._weights[: copies * n * k].reshape(copies, n, k))
@@ -52,6 +52,6 @@ class Cublas:
 
 
 def _copies(plan: measure.Plan, shape: Shape) -> tuple[int, int, int]:
-    """Bytes of a weight, how many of them, and calls."""
+    """Returns bytes of a weight, number of weights, number of calls."""
     size = weights.num_bytes(shape.n, shape.k, None, plan.dtype)
     return size, *measure.copies(plan, size)

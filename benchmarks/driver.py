@@ -1,4 +1,4 @@
-"""Rows from the C++ driver, which times the kernels in CUDA graphs without JAX."""
+"""Rows of the C++ driver, which times the kernels in CUDA graphs without JAX."""
 
 import itertools
 import re
@@ -14,17 +14,17 @@ from results import InputError
 
 from jaxlowbit import Format
 
-_CODEBOOKS = ("e2m1", "e4m3", "e5m2")  # that kernels compute; others are tables
+_CODEBOOKS = ("e2m1", "e4m3", "e5m2")  # computed by kernels; others are tables
 _LINE = re.compile(r"m=(\d+)\s+n=(\d+)\s+k=(\d+) .* ([\d.]+) us ")
 
 
 def measure(path: Path, plan: Plan) -> Iterator[dict[str, Any]]:
-    """A row per shape, format and number of tokens, by one process per format.
+    """Yields a row per shape, format and number of tokens, with one process per format.
 
     The driver checks a sample of each product before it times it.
 
-    **Raises:** `InputError` for a driver that cannot run, finds a product wrong, has no such
-    kernel, or prints other times than it was asked for.
+    **Raises:** `InputError` for a driver that cannot run, finds a wrong product, lacks the kernel,
+    or prints unexpected times.
     """
     for format in plan.formats:
         command = [str(path), "time", *_options(plan, format)]
@@ -81,7 +81,7 @@ def _options(plan: Plan, format: Format) -> list[str]:
 
 
 def _run(command: list[str]) -> Iterator[tuple[tuple[int, int, int], float]]:
-    """m, n, k and microseconds, as they are printed."""
+    """Yields m, n, k and microseconds, as printed."""
     last = ""
     try:
         process = subprocess.Popen(

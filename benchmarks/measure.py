@@ -22,7 +22,7 @@ _READ_COLUMNS = 4096
 
 
 class Plan(NamedTuple):
-    """The product of shapes, formats, numbers of tokens and backends to measure."""
+    """All combinations of shapes, formats, numbers of tokens and backends to measure."""
 
     shapes: Sequence[Shape]
     tokens: Sequence[int]
@@ -35,7 +35,7 @@ class Plan(NamedTuple):
 
 
 class Skipped(NamedTuple):
-    """A backend that cannot run, or lacks this format, and the reason."""
+    """A backend that cannot run or lacks this format, with the reason."""
 
     backend: str
     format: str

@@ -1,10 +1,10 @@
-"""Times calls of several kernels beside the calls they stand for, in a jitted program.
+"""Times calls of several kernels against the separate calls that they replace.
 
     python benchmarks/one_call.py
 
-Of Llama 3 8B: queries, keys and values by `quantized_matmuls`, and the gated MLP by
-`quantized_mlp`. Then a product by a weight whose rows are stored in another order, beside one
-whose rows are not, and beside that of activations that XLA gathers.
+With layers of Llama 3 8B, in a jitted program: queries, keys and values by `quantized_matmuls`, and
+the gated MLP by `quantized_mlp`. Then a product with a weight whose rows are stored in a permuted
+order, against an unpermuted weight, and against activations that XLA gathers.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import jaxlowbit as jl
 
 MODEL = shapes.MODELS["llama3-8b"]
 CALLS = 32
-COPIES = 16  # of the smallest set of weights, 13 MB: three times what an L2 holds
+COPIES = 16  # of the smallest set of weights, 13 MB: three times the L2
 TOKENS = (1, 16)
 MANY = 2048
 
@@ -63,7 +63,7 @@ def qkv_in_one(x: jax.Array, weights: Any) -> jax.Array:
 
 
 def joined(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """A small kernel of both, so that no product is left out."""
+    """A small kernel that uses both, so that XLA removes no product."""
     return q + jnp.pad(k + v, ((0, 0), (0, q.shape[-1] - k.shape[-1])))
 
 

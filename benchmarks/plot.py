@@ -1,4 +1,4 @@
-"""Plots of results: speed-up over dense, and time."""
+"""Plots results: speed-up over dense, and time."""
 
 import math
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from report import Group, groups
 from results import InputError
 from violations import Cell
 
-# So that letters are 12 pixels high where a page is as narrow as a telephone, 371 pixels.
+# Text is 12 pixels high on a page as narrow as a phone, 371 pixels.
 WIDTH, HEIGHT, FONT = 5.2, 4.6, 12.5  # inches, inches, points
 _STYLES = ("-", "--", ":", "-.")
 
@@ -37,7 +37,7 @@ def plot(results: dict[str, Any], folder: Path) -> list[Path]:
 
 
 def heat_map(cells: list[Cell], path: Path) -> None:
-    """Draws how many times as fast as dense each shape (a row) is with each number of tokens.
+    """Draws the speed-up over dense of each shape (a row) and number of tokens (a column).
 
     **Raises:** `InputError` without matplotlib.
     """
@@ -69,8 +69,8 @@ def _pyplot() -> Any:
             "plots need matplotlib: pip install matplotlib, or the extra `benchmark`."
         ) from None
     pyplot.switch_backend("svg")
-    pyplot.rcParams["svg.hashsalt"] = "jaxlowbit"  # the same results give the same file
-    pyplot.rcParams["svg.fonttype"] = "none"  # text that can be read and searched
+    pyplot.rcParams["svg.hashsalt"] = "jaxlowbit"  # reproducible files
+    pyplot.rcParams["svg.fonttype"] = "none"  # text instead of paths
     pyplot.rcParams["font.size"] = FONT
     return pyplot
 
@@ -94,7 +94,7 @@ def _draw(axis: Any, group: Group, kind: str, backends: list[str]) -> None:
 
 
 def _points(group: Group, kind: str, name: str, shape: str) -> dict[int, float]:
-    """What is measured of a backend, by numbers of rows."""
+    """The measured rows of a backend, by M."""
     if kind == "speed-up":
         found = {m: group.speed_up(s, m, name) for s, m in group.cells if s == shape}
         return {m: ratio for m, ratio in found.items() if ratio is not None}
@@ -102,7 +102,7 @@ def _points(group: Group, kind: str, name: str, shape: str) -> dict[int, float]:
 
 
 def _legend(pyplot: Any, figure: Any, group: Group, backends: list[str]) -> None:
-    """Shapes, weights of n x k, and backends if there are several."""
+    """Legend: shapes (n x k), and backends if there are several."""
     lines = [pyplot.Line2D([], [], marker="o", **_look(i)) for i in range(len(group.shapes))]
     labels = [shape.replace("x", " x ") for shape in group.shapes]
     if len(backends) > 1:

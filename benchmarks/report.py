@@ -1,4 +1,4 @@
-"""Tables and plots of results: everything here is computed from the JSON alone."""
+"""Tables and plots of results, computed only from the JSON."""
 
 import math
 from collections.abc import Iterator
@@ -12,17 +12,17 @@ BEGIN, END = "<!-- results -->", "<!-- end of results -->"
 
 
 class Group(NamedTuple):
-    """The rows of one format and dtype; dense rows and reads are looked up beside them."""
+    """The rows of one format and dtype, with the dense rows and reads to compare with."""
 
     format: str
     dtype: str
     cells: dict[tuple[str, int], dict[str, float]]  # (shape, m) to backend to us
     reads: dict[str, float]  # shape to us
-    ideals: dict[str, float]  # shape to bytes of the dense weight over those of the format
+    ideals: dict[str, float]  # shape to the ratio of dense bytes to the format's bytes
 
     @property
     def backends(self) -> list[str]:
-        """Those measured, in the order of the rows."""
+        """The measured backends, in the order of the rows."""
         return list(dict.fromkeys(name for cell in self.cells.values() for name in cell))
 
     @property
@@ -60,7 +60,7 @@ def groups(results: dict[str, Any]) -> Iterator[Group]:
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """A table per format: microseconds, in brackets how many times as fast as dense."""
+    """A table per format: microseconds, with the speed-up over dense in parentheses."""
     parts = [describe(results["environment"])]
     for group in groups(results):
         parts.append(f"**{group.format}, {group.dtype}**")
@@ -95,9 +95,9 @@ def _mean(group: Group, backend: str) -> str:
 
 
 def embed(path: Path, text: str) -> None:
-    """Puts `text` between the two markers of a page.
+    """Replaces the text between the two markers of a page.
 
-    **Raises:** `InputError` for a page without them.
+    **Raises:** `InputError` for a page without markers.
     """
     try:
         page = path.read_text(encoding="utf-8")

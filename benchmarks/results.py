@@ -1,4 +1,4 @@
-"""Results as JSON: where they were measured, and one row per cell."""
+"""Results as JSON: the environment, and one row per cell."""
 
 import argparse
 import datetime
@@ -20,24 +20,24 @@ _SMI = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.lim
 
 
 class InputError(Exception):
-    """A sentence for the person who typed the command."""
+    """An error in the arguments or files of a command. The message is a sentence."""
 
 
 def positive(text: str) -> int:
-    """A number from the command line."""
+    """Parses a positive number of the command line."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
     return int(text)
 
 
 def require_folder(folder: Path | None) -> None:
-    """**Raises:** `InputError` for one that is named and does not exist."""
+    """**Raises:** `InputError` if the folder is given but does not exist."""
     if folder is not None and not folder.is_dir():
         raise InputError(f"the folder {folder} does not exist; make it first.")
 
 
 def environment() -> dict[str, Any]:
-    """What a figure depends on besides the code; null where it cannot be read."""
+    """The machine and the versions that times depend on; null if unknown."""
     device = jax.devices()[0]
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -71,7 +71,7 @@ def _output(*command: str) -> str | None:
 
 
 def describe(found: dict[str, Any]) -> str:
-    """The line above a table."""
+    """The description above a table."""
     gpu = found["gpu"] or {}
     driver = f", driver {gpu['driver_version']}" if "driver_version" in gpu else ""
     commit = f" ({found['commit']})" if found["commit"] else ""
@@ -82,7 +82,7 @@ def describe(found: dict[str, Any]) -> str:
 
 
 def write(path: Path, results: dict[str, Any]) -> None:
-    """Writes all or nothing; compressed, if the name ends in .gz."""
+    """Writes atomically; compressed if the name ends in .gz."""
     partial = path.with_suffix(".partial")
     text = (json.dumps(results, indent=1) + "\n").encode()
     partial.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
@@ -90,7 +90,7 @@ def write(path: Path, results: dict[str, Any]) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """**Raises:** `InputError` for a file that is missing or holds something else."""
+    """**Raises:** `InputError` for a file that is missing or has other contents."""
     try:
         content = path.read_bytes()
         found = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)

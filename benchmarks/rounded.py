@@ -1,11 +1,10 @@
-"""Times products of few rows that round their activations on the way, beside those that do not.
+"""Times products with small M that quantize their activations, against products that do not.
 
     python benchmarks/rounded.py --m 1 2 8 16
 
-Square weights of `--width`, quantized in `--format`; a line for each number of rows. Programs of 8
-and of 16 products, each of the result before it and of a weight of its own, are enqueued behind
-other work, so that the time is the device's where the host takes longer to enqueue a product than
-the device to compute it.
+Weights are square, of size `--width`, quantized in `--format`. Prints a line per number of rows.
+Programs of 8 and 16 chained products with separate weights are enqueued behind other work, so that
+device time is measured even if the host enqueues products more slowly than the device runs them.
 """
 
 import argparse

@@ -1,12 +1,15 @@
-"""Weights of real models, by name: the one list that benchmarks and tests draw from.
+"""Weight shapes of real models by name, for benchmarks and tests.
 
-`llama3-70b/down` is a layer, `llama3-70b/down/tp4` the part of it on one of 4 devices (of its rows
-for the layers that end in a sum, of its columns for the others), `llama3-70b` all layers of the
-model on one device, `llama3-70b/tp4` all of them on four, and `28672x8192` any n x k. Sets have
-names too: `standard` is what is measured unless others are named, `decode` eight more layers of
-models of 7B to 405B parameters, and `unseen` forty of many models and their parts, small and odd
-ones among them: a selection made with the others can be held to them. `random-40` are forty that
-nothing was chosen for, the same in every run.
+- `llama3-70b/down`: one layer.
+- `llama3-70b/down/tp4`: its part on one of 4 devices, split along k for row-parallel layers and
+  along n for the others.
+- `llama3-70b`, `llama3-70b/tp4`: all layers of the model on one device, or on one of 4.
+- `28672x8192`: any n x k.
+- `standard`: the default set.
+- `decode`: eight more layers of models of 7B to 405B parameters.
+- `unseen`: forty layers and parts of many models, including small and odd ones, for validating a
+  selection that was fitted to the others.
+- `random-40`: forty random shapes, the same in every run.
 """
 
 import random
@@ -27,7 +30,7 @@ class Model(NamedTuple):
     heads: int
     kv_heads: int
     head_size: int
-    mlp: int  # features between the up and the down projection, of one expert where there are some
+    mlp: int  # hidden features of the MLP, or of one expert
     devices: tuple[int, ...] = (1,)  # numbers of devices whose tensor-parallel parts are listed
 
     def layers(self, devices: int) -> dict[str, tuple[int, int]]:
@@ -55,7 +58,7 @@ MODELS = {
     "llama3-405b": Model(16384, 128, 8, 128, 53248, (1, 8)),
 }
 
-# Latent attention and small experts have projections of other kinds.
+# Latent attention and small experts have other projections.
 _OTHERS = {
     "deepseek-v3/query-down": (1536, 7168),
     "deepseek-v3/query-up": (24576, 1536),
@@ -77,7 +80,7 @@ def _named() -> dict[str, Shape]:
 
 
 SHAPES = _named()
-# Five that span models of 8B to 70B parameters.
+# Five layers of models of 8B to 70B parameters.
 STANDARD = ("4096x4096", "14336x4096", "8192x8192", "28672x8192", "8192x28672")
 DECODE = (
     "6144x4096",  # Llama 3 8B: queries, keys and values
@@ -135,8 +138,7 @@ SETS = {"standard": STANDARD, "decode": DECODE, "unseen": UNSEEN}
 
 
 def random_shapes(count: int) -> list[Shape]:
-    """Shapes with n and k multiples of 64 from 1,024 to 28,672, in proportion as likely as real
-    ones: their logarithms are even."""
+    """Shapes with n and k multiples of 64 from 1,024 to 28,672, uniform in their logarithms."""
     draw = random.Random(0)
     found = []
     for _ in range(count):
@@ -146,9 +148,9 @@ def random_shapes(count: int) -> list[Shape]:
 
 
 def find(name: str) -> list[Shape]:
-    """The shapes that a name stands for.
+    """Returns the shapes of a name.
 
-    **Raises:** `ValueError` for a name that stands for none.
+    **Raises:** `ValueError` for an unknown name.
     """
     if size := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", name):
         return [Shape(name, int(size[1]), int(size[2]))]

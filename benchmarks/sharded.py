@@ -1,11 +1,11 @@
-"""Times two products, column parallel then row parallel, on several devices against one.
+"""Times two products, column-parallel then row-parallel, on several devices against one.
 
     python benchmarks/sharded.py --json results.json
 
-A hidden layer (size -> hidden -> size) without its nonlinearity: the first weight is sharded over
-its columns, the second over its rows, so that one all-reduce follows both. Microseconds per pair of
-products as `timing.py` defines them; several weights take turns, so that none is in the cache. A
-row is printed only after its result was within the error bound of the definition.
+A hidden layer (size -> hidden -> size) without its nonlinearity: the first weight is sharded along
+its columns, the second along its rows, so one all-reduce follows both. Prints microseconds per pair
+of products (`timing.py`), with several weights in turn to keep them out of the cache, after
+checking that results are within the error bound of the definition.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def auto(mesh: jax.sharding.Mesh) -> Callable[[jax.Array, Weights], Results]:
 
 
 def mapped(mesh: jax.sharding.Mesh, specs: Any) -> Callable[[jax.Array, Weights], Results]:
-    """The program says what each device does."""
+    """Divides the program with `shard_map`."""
 
     def local(x: jax.Array, weights: Weights) -> Results:
         up, down = weights

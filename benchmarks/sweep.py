@@ -1,4 +1,4 @@
-"""Times our kernels beside dense bfloat16, shape by shape, and lists where they lose.
+"""Times our kernels against dense bfloat16 and lists slower cells.
 
     make driver
     python benchmarks/sweep.py --driver build/driver/driver --shapes unseen --out sweep.json
@@ -6,10 +6,10 @@
         --m 8-512/8 random-30 --quick --out sweep.json --plot sweep.svg
     python benchmarks/sweep.py --read sweep.json
 
-The driver times what the selection chooses, and PyTorch the dense product, cuBLAS, both in CUDA
-graphs over cold weights (`timing.py`). A line per shape says how many times as fast as dense each
-number of tokens is; then come the cells that `violations.py` objects to, and the worst twenty. The
-exit status is 1 if there are any objections. `benchmark.py --read` reads the results too.
+The driver times the selected kernels, PyTorch times the dense product (cuBLAS), both in CUDA graphs
+with cold weights (`timing.py`). Prints the speed-up over dense by number of tokens, a line per
+shape, then the violations (`violations.py`) and the worst twenty cells. The exit status is 1 if
+there are violations. `benchmark.py --read` also reads the results.
 """
 
 import argparse
@@ -36,12 +36,12 @@ import weights
 from violations import Cell
 
 TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
-# Both take turns with so many: clocks drift alike for both, and few processes start.
+# Shapes per turn. The two alternate, so that clock drift affects both, but start few processes.
 SHAPES_AT_A_TIME = 20
-MOST_TOKENS = 4096  # of random ones
+MOST_TOKENS = 4096  # upper limit of random numbers of tokens
 WORST = 20
 CALLS = 16
-COLD_BYTES = 500_000_000  # half of it for a quick sweep, which is four times the L2 of an H200
+COLD_BYTES = 500_000_000  # quick sweeps use half of it, four times the L2 of an H200
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _tokens(text: str) -> list[int]:
-    """The numbers of tokens that an argument stands for."""
+    """Parses an argument to numbers of tokens."""
     if drawn := re.fullmatch(r"random-([1-9]\d{0,3})", text):
         return random.Random(0).sample(range(1, MOST_TOKENS + 1), int(drawn[1]))
     if bounds := re.fullmatch(r"([1-9]\d*)-([1-9]\d*)/([1-9]\d*)", text):
@@ -96,7 +96,7 @@ def _read(path: Path) -> list[Cell]:
 
 def _measure(options: argparse.Namespace) -> list[Cell]:
     results.require_folder(options.out and options.out.parent)
-    # A size that two layers have is measured once.
+    # Equal shapes of several layers are measured once.
     distinct = {shape[1:]: shape for name in options.shapes for shape in shapes.find(name)}
     plan = measure.Plan(
         shapes=list(distinct.values()),
@@ -116,7 +116,7 @@ def _measure(options: argparse.Namespace) -> list[Cell]:
         part = plan._replace(shapes=plan.shapes[first : first + SHAPES_AT_A_TIME])
         rows = [*driver.measure(options.driver, part), *cublas.measure(part)]
         found["rows"] += rows
-        if options.out:  # so that an interrupted run keeps what it has
+        if options.out:  # an interrupted run keeps its rows
             results.write(options.out, found)
         _print_lines(violations.cells(rows), plan.tokens)
     return violations.cells(found["rows"])

@@ -1,4 +1,4 @@
-"""Time per call on the device, as a user's program runs it: the method of every figure here."""
+"""The timing method of all benchmarks: device time per call in a jitted program."""
 
 import functools
 import statistics
@@ -12,17 +12,17 @@ import jax.numpy as jnp
 
 BLOCKS = 11
 BLOCK_SECONDS = 0.02
-PROGRAMS = (2, 20)  # least and most in a block
-HOST_SHARE = 0.8  # of a program's time, that enqueueing it may take
-MOST_CALLS = 512  # of the shorter program, where it needs more of them for that
-QUEUED = 6  # programs that are enqueued together behind other work
+PROGRAMS = (2, 20)  # minimum and maximum in a block
+HOST_SHARE = 0.8  # maximum fraction of a program's time that enqueueing it may take
+MOST_CALLS = 512  # maximum of the shorter program, to stay below that fraction
+QUEUED = 6  # programs enqueued together behind other work
 BUSY_WIDTH = 8192  # of the products of that work
 
 
 class Effort(NamedTuple):
-    """How long a graph is timed; the driver has the same two."""
+    """Effort of timing a graph. The driver has the same two levels."""
 
-    warm_up_seconds: float  # until clocks are those of a busy device
+    warm_up_seconds: float  # until clocks settle under load
     replays: int
 
 
@@ -51,15 +51,15 @@ def microseconds_per_call(
 ) -> Microseconds:
     """The slope (t(2 n) - t(n)) / n between jitted chains of n and 2 n calls.
 
-    Each call's input is the output before it, and weights take turns. Programs are enqueued one
-    after the other without waiting, so that the time is the device's as long as the host keeps
-    ahead, and what a program costs once cancels. Where enqueueing the shorter program takes nearly
-    as long as running it, which would make the slope too small, both get twice as many calls.
-    Blocks of programs of either length alternate, and each pair is a sample.
+    Each call's input is the previous output, and weights are used in turn. Programs are enqueued
+    without waiting, so device time is measured as long as the host stays ahead, and constant costs
+    of a program cancel. If enqueueing the shorter program takes nearly as long as running it, which
+    would reduce the slope, both get twice as many calls. Blocks of programs of both lengths
+    alternate; each pair is a sample.
 
-    Where the output has another shape than the input, a link makes the next input of it, a small
-    kernel of its own. Both programs then have 2 n links, those without a call before them reading
-    a constant, so that links cancel too.
+    If outputs and inputs have different shapes, a small kernel (a link) makes the next input. Both
+    programs then have 2 n links, so that links cancel too; links without a previous call read a
+    constant.
     """
     out = jax.eval_shape(call, x, weights[0])
     links = 0 if out.shape == x.shape else 2 * calls
@@ -78,7 +78,7 @@ def microseconds_per_call(
         return x
 
     def run(count: int, programs: int) -> tuple[float, float]:
-        """Seconds of a program, and of them those until the host has enqueued it."""
+        """Seconds until a program has ended, and until the host has enqueued it."""
         nonlocal x
         start = time.perf_counter()
         for _ in range(programs):
@@ -95,7 +95,7 @@ def microseconds_per_call(
         least, most = PROGRAMS
         return min(max(round(BLOCK_SECONDS / seconds(count, 2)), least), most)
 
-    x = x + 0  # the caller's is not donated
+    x = x + 0  # do not donate the caller's array
     seconds(calls, 2)  # compiles and captures
     if _runs_ahead(x) and 2 * calls <= MOST_CALLS:
         all_of_it, of_the_host = run(calls, block(calls))
@@ -113,10 +113,10 @@ def microseconds_per_call(
 def queued_microseconds_per_call(
     call: Callable[[jax.Array, Any], jax.Array], x: jax.Array, weights: list, calls: int
 ) -> float:
-    """The slope, as above, where enqueueing a call takes longer than running it: a median.
+    """The median slope, as above, if enqueueing a call takes longer than running it.
 
-    `QUEUED` programs are enqueued behind other work, and timed from its end. Outputs have the shape
-    of inputs.
+    `QUEUED` programs are enqueued behind other work, and timed from its end. Outputs must have the
+    shape of inputs.
     """
 
     @functools.partial(jax.jit, static_argnums=2)
@@ -145,7 +145,7 @@ def queued_microseconds_per_call(
 
 @jax.jit
 def _busy(x: jax.Array) -> jax.Array:
-    """Some milliseconds of a GPU."""
+    """Keeps the GPU busy for some milliseconds."""
     y = x
     for _ in range(8):
         y = (y @ x) / x.shape[-1]
@@ -153,12 +153,12 @@ def _busy(x: jax.Array) -> jax.Array:
 
 
 def _runs_ahead(x: jax.Array) -> bool:
-    """Whether a program returns before it has run, which on the CPU it need not."""
+    """Whether a program returns before it has run. On the CPU it may not."""
     return all(device.platform != "cpu" for device in x.devices())
 
 
 def _link(x: jax.Array, y: jax.Array) -> jax.Array:
-    """`y` in the shape of `x`, which it depends on; the barriers keep it out of other kernels."""
+    """`y` in the shape of `x`, dependent on `x`. The barriers prevent fusion with other kernels."""
     x, y = jax.lax.optimization_barrier((x, y))
     k, n = x.shape[-1], y.shape[-1]
     y = jnp.tile(y, -(-k // n))[..., :k]
@@ -172,9 +172,9 @@ def graph_microseconds_per_call(
     calls: int,
     effort: Effort = THOROUGH,
 ) -> Microseconds:
-    """The time of a CUDA graph of `calls` calls of PyTorch, replayed, for each of them.
+    """Time per call of a replayed CUDA graph of `calls` calls of PyTorch.
 
-    Weights take turns. Replays are samples.
+    Weights are used in turn. Replays are samples.
     """
     torch = import_module("torch")
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()

@@ -24,7 +24,7 @@ class Cell(NamedTuple):
 
     @property
     def speed_up(self) -> float:
-        """Times as fast as dense."""
+        """Speed-up over dense."""
         return self.dense_us / self.us
 
     @property

@@ -1,4 +1,4 @@
-"""Random weights of a format, the same for every contender, and the test of a product by one."""
+"""Random weights of a format, the same for all contenders, and the check of a product."""
 
 import functools
 import math
@@ -12,14 +12,14 @@ from jaxlowbit import Format
 from jaxlowbit._core import format as formats
 
 _E8M0_BIAS = 127
-_E4M3_UNIT = 128  # scales of e4m3 are about this, so that none is beyond 448 or below 2^-6
+_E4M3_UNIT = 128  # typical e4m3 scale: keeps scales between 2^-6 and 448
 _ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
 
 
 class Codes(NamedTuple):
-    """A weight as the format's table defines it: codes (k, n), scale and zero (groups, n).
+    """A weight in terms of its format: codes (k, n), scale and zero (groups, n).
 
-    Scales of 8 bits are their bits, uint8, which every framework takes.
+    8-bit scales are given as their bits, uint8, which all frameworks support.
     """
 
     qvalue: jax.Array
@@ -29,9 +29,9 @@ class Codes(NamedTuple):
 
 
 def parse_format(text: str) -> Format:
-    """The format of a name such as `int4-g128` or `int8`, whose random weights are no nonsense.
+    """Parses the name of a format that has random weights, such as `int4-g128` or `int8`.
 
-    **Raises:** `ValueError` for other words, and for what `Format` refuses.
+    **Raises:** `ValueError` for unknown names and invalid formats.
     """
     format = formats.parse_format(text)
     if format.bits == 1 and format.zero == "none":
@@ -45,7 +45,7 @@ name = formats.format_name
 
 
 def num_bytes(n: int, k: int, format: Format | None, dtype: str) -> int:
-    """What one product must read of a weight: codes, scales and zeros, or floats without format."""
+    """Bytes of a weight that a product reads: codes, scales and zeros; without a format, floats."""
     itemsize = jnp.dtype(dtype).itemsize
     if format is None:
         return n * k * itemsize
@@ -58,21 +58,21 @@ def num_bytes(n: int, k: int, format: Format | None, dtype: str) -> int:
 
 @functools.partial(jax.jit, static_argnames=("n", "k", "format", "dtype"))
 def random_codes(key: jax.Array, n: int, k: int, format: Format, dtype: str) -> Codes:
-    """Codes whose weights have mean 0 and variance 1/k, with e8m0 scales about that.
+    """Codes of weights with mean 0 and variance 1/k (approximately with e8m0 scales).
 
-    A chain of products so ends neither in zeros nor in infinities.
+    So a chain of products neither underflows nor overflows.
     """
     if format.codebook is not None or format.scale is not None:
         return _random_numbers(key, n, k, format, dtype)
     groups = 1 if format.group_size == -1 else -(-k // format.group_size)
     keys = jax.random.split(key, 3)
     levels = 2**format.bits
-    # The least code is left out where the middle one stands for zero.
+    # If the middle code is zero, omit the smallest code, so that weights are symmetric.
     least = 1 if format.zero == "none" else 0
     qvalue = jax.random.randint(keys[0], (k, n), least, levels, jnp.uint8)
     variance = ((levels - least) ** 2 - 1) / 12
     scale = jax.random.uniform(keys[1], (groups, n), jnp.float32, 0.5, 1.5)
-    spread = 1 + 1 / 12  # the mean square of that factor
+    spread = 1 + 1 / 12  # mean square of that factor
     if format.zero == "integer":
         variance *= 2
     scale = (scale / math.sqrt(k * variance * spread)).astype(dtype)
@@ -85,7 +85,7 @@ def random_codes(key: jax.Array, n: int, k: int, format: Format, dtype: str) -> 
 
 
 def _random_numbers(key: jax.Array, n: int, k: int, format: Format, dtype: str) -> Codes:
-    """Codes of a format with a codebook or with scales of 8 bits."""
+    """Codes of a format with a codebook or with 8-bit scales."""
     groups = 1 if format.group_size == -1 else -(-k // format.group_size)
     keys = jax.random.split(key)
     values = _numbers(format)
@@ -107,13 +107,13 @@ def _random_numbers(key: jax.Array, n: int, k: int, format: Format, dtype: str) 
 
 
 def _numbers(format: Format) -> np.ndarray:
-    """The number of each code, before its scale, of a format without a zero."""
+    """The unscaled number of each code, for formats without zeros."""
     integers = np.arange(2**format.bits) - format.offset
     return np.array(format.values or integers, np.float32)
 
 
 def float_dtype(codes: Codes) -> jnp.dtype:
-    """The dtype of activations beside a weight, of which 8-bit scales say nothing."""
+    """The dtype of activations for a weight; not the dtype of its scales if these have 8 bits."""
     eight_bits = codes.scale.dtype == jnp.uint8
     return jnp.dtype(jnp.bfloat16) if eight_bits else codes.scale.dtype
 
@@ -142,10 +142,10 @@ def dequantize(codes: Codes, format: Format) -> jax.Array:
 
 
 def error_over_bound(product: jax.Array, x: jax.Array, weight: jax.Array) -> float:
-    """Largest error of `x @ weight` in units of the bound that rounding allows; NaN is infinite.
+    """Maximum error of `x @ weight` relative to the rounding error bound; NaN is infinite.
 
-    The bound allows one rounding of each weight and of the result to the dtype of `x`, and sums in
-    float32. The exact product is a float64 one on the same device.
+    The bound allows one rounding of each weight and of the result to the dtype of `x`, and float32
+    accumulation. The reference is a float64 product on the same device.
     """
     with jax.enable_x64(True):
         return float(_error_over_bound(product, x, weight))

@@ -14,9 +14,9 @@
 
 namespace jaxlowbit {
 
-// Reads the properties of `device` (a CUDA ordinal) that the selection needs, loads the auxiliary kernels there, and
-// looks up measurements for devices of its name (select/tuned.h). Thread-safe, and free after the first success; after
-// a failure, a later call tries again. Must run before a stream of that device is captured.
+// Reads the properties of `device` (a CUDA ordinal) that the selection needs, loads the auxiliary kernels, and looks up
+// measured choices by the device's name (select/tuned.h). Thread-safe. Later calls return immediately, or retry after a
+// failure. Must not run first during stream capture.
 cudaError_t PrepareKernels(int device);
 
 // The CUDA ordinal of a stream's device. (XLA's ordinals count only the devices that XLA was told to use.)
@@ -42,7 +42,7 @@ cudaError_t LaunchProducts(std::vector<Operands> products, int64_t workspace_byt
 cudaError_t LoadProducts(const std::vector<QuantizedMatmul>& problems, int64_t workspace_bytes,
                          int device);
 
-// Starts to compile the kernels that products will probably launch on the current device, if there is one. Never fails.
+// Starts compiling the kernels that products will probably launch on the current device, if any. Never fails.
 void StartCompiling(const std::vector<QuantizedMatmul>& problems);
 
 // Enqueues a product by an explicit choice (the autotuner's entry point). The product must be within the limits of a

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Limits in the contract with callers that allocate workspaces and lower calls.
+// Limits for callers that allocate workspaces and lower calls.
 #pragma once
 
 #include <cstdint>
@@ -16,12 +16,12 @@ inline constexpr int64_t kMaxWorkspaceBytes = int64_t{16} << 20;
 // Maximum row length of a normalization between products.
 inline constexpr int64_t kMaxRmsNormColumns = 16384;
 
-// Limits of a decode step's attention: elements of a head (a multiple of 8), and query heads that share a key head.
+// Limits of a decode step's attention: head size (a multiple of 8), and query heads per key head.
 inline constexpr int64_t kMaxAttendHeadSize = 256;
 inline constexpr int64_t kMaxAttendShared = 16;
 
-// Maximum number of rows whose parts a call adds over several devices. It adds in one step; for large M, an all-reduce
-// in two steps sends less.
+// Maximum number of rows that a call all-reduces over several devices. It does so in one step; for large M, two steps
+// send less.
 inline constexpr int64_t kMaxExchangeRows = 32;
 
 // Upper bound on the bytes of partial sums of a product with this many rows and columns, over all weights that its rows

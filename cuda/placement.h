@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// XLA may pass a call pointers into larger buffers: a result may overlap an operand, and both may begin at any element
-// (docs/custom_calls.md). A kernel stores results while its other CTAs still read, and most kernels load 16 bytes at a
-// time from multiples of 16. So a result that overlaps data still to be read is first written to the workspace, and an
-// unaligned operand is copied there. Other calls only pay for a few comparisons.
+// Handles overlapping and unaligned buffers. XLA may pass pointers into larger buffers: a result may overlap an
+// operand, and both may begin at any element (docs/custom_calls.md). But a kernel stores results while its other CTAs
+// still read, and most kernels need 16-byte alignment. So results that overlap operands are first written to the
+// workspace, and unaligned operands are copied there. Other calls only pay for a few comparisons.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -17,24 +17,24 @@ namespace jaxlowbit {
 
 class Placement {
  public:
-  // Allocates from the end of the workspace; `bytes` and `workspace` describe the rest. Without `copies` it only
-  // assigns addresses.
+  // Allocates from the end of the workspace; `bytes` and `workspace` describe the rest. Without `copies`, only assigns
+  // addresses.
   Placement(void* workspace, int64_t bytes, cudaStream_t stream, bool copies = true)
       : workspace_(workspace), bytes_(bytes), stream_(stream), copies_(copies) {}
 
   void* workspace() const { return workspace_; }
   int64_t bytes() const { return bytes_; }
 
-  // Returns workspace for a result of `bytes`, which Finish copies to `result`; null without room.
+  // Returns workspace for a result of `bytes`, which Finish copies to `result`; null if the workspace is full.
   void* Redirect(void* result, int64_t bytes);
 
   // Redirects results of a call that overlap operands or results of any of its products.
   void RedirectResults(Operands* products, size_t count);
 
-  // Copies unaligned operands, as far as there is room, and sets lhs_aligned and weights_aligned.
+  // Copies unaligned operands as far as the workspace allows, and sets lhs_aligned and weights_aligned.
   void Align(Operands* product);
 
-  // Returns the operand if it is aligned, else a copy; null without room.
+  // Returns the operand if it is aligned, else a copy; null if the workspace is full.
   const void* Aligned(const Extent& operand);
 
   bool copied() const { return copied_; }

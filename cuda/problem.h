@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A matmul problem as a value: everything that the choice and the launch of a kernel depend on. This header includes no
-// XLA, Python or CUDA header, so the CPU kernel, the handlers, the driver and the tests share it.
+// The description of a matmul: everything that kernel selection and launch depend on. Includes no XLA, Python or CUDA
+// header, so the CPU kernel, the handlers, the driver and the tests share it.
 #pragma once
 
 #include <cstdint>
@@ -96,7 +96,7 @@ constexpr bool DividesSuperBlock(int64_t group_size) {
   return group_size > 0 && group_size < kSuperBlock && kSuperBlock % group_size == 0;
 }
 
-// A 32-bit group size with the same meaning for `k` rows: -1 if one group spans k. Super-block group sizes are kept,
+// Normalizes a group size for `k` rows to 32 bits: -1 if one group covers k. Group sizes in super-blocks are kept,
 // since super-blocks are whole for any k.
 constexpr int64_t GroupSize(int64_t size, int64_t k, ElementType scale) {
   if (scale == ElementType::kSuper) return size;

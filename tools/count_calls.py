@@ -1,13 +1,13 @@
-"""Counts the functions of this project that run for one product, bfloat16 by int4-g128.
+"""Counts the functions of this project that run for one bfloat16 by int4-g128 product.
 
     python tools/count_calls.py                # Python, while tracing and lowering for CUDA
     python tools/count_calls.py --compiled     # and C++, in one warm execution on this machine
     python tools/count_calls.py --json FILE    # the same numbers, with every function
 
-Counted are distinct functions of this project that ran at least once, with lambdas and methods, but
-without comprehensions and generated code. Instances of a template are one function, and lengths are
-without docstrings. `--compiled` needs gcc and a build with -DJAXLOWBIT_COUNT_CALLS=ON, and prints a
-row for each outermost call.
+Counts distinct functions that run at least once, including lambdas and methods, but no
+comprehensions and no generated code. Instances of a template are one function; lengths exclude
+docstrings. `--compiled` needs gcc and a build with -DJAXLOWBIT_COUNT_CALLS=ON, and prints a row for
+each outermost call.
 """
 
 import argparse
@@ -40,7 +40,7 @@ class Function(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """The functions of one call in the order of their first calls; `depth` is that of the stack."""
+    """The functions of one call in the order of their first calls. `depth`: maximum stack depth."""
 
     call: str
     rows: int
@@ -91,7 +91,7 @@ def python_calls(run: Callable[[], Any], package: Path) -> tuple[list[CodeType],
 
 @functools.cache
 def _python_lengths(file: str) -> dict[int, int]:
-    """The lengths of the functions of a file by the lines at which their code begins."""
+    """Maps the first line of each function of a file to its length."""
     found: dict[int, int] = {}
     for node in ast.walk(ast.parse(Path(file).read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):

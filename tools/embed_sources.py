@@ -1,9 +1,9 @@
-"""Writes the headers of the kernels, and stand-ins for those that NVRTC lacks, as a C++ file.
+"""Writes a C++ file with the kernel headers, and stand-ins for headers that NVRTC lacks.
 
     python tools/embed_sources.py OUT.cc
 
-Starts from `cuda/kernels/*/kernel.cuh` and follows their includes; the stand-ins are all of
-`cuda/jit/shim/`. Comment lines are left out.
+Starts from `cuda/kernels/*/kernel.cuh` and follows their includes; the stand-ins are in
+`cuda/jit/shim/`. Comment lines are omitted.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ def headers() -> dict[str, str]:
 
 
 def code_of(text: str) -> str:
-    """A source without the lines that are comments alone."""
+    """Returns a source without its comment lines."""
     lines = (line for line in text.splitlines() if not line.lstrip().startswith("//"))
     return "\n".join(lines) + "\n"
 

@@ -1,10 +1,11 @@
-"""Writes the figures of `benchmarks/results/figures.json` into the pages that name them.
+"""Keeps the figures in the text of the pages equal to `benchmarks/results/figures.json`.
 
-    python tools/figures.py          # after a figure was measured anew
-    python tools/figures.py --check  # whether all pages have them; changes nothing
+    python tools/figures.py          # after a figure has changed: writes its value into the pages
+    python tools/figures.py --check  # changes nothing; fails if a page has another value
 
-A page names a figure around its value: `<!--=llama3-8b-decode-->533<!--/--> tokens/s`. A figure has
-its `value`, or is the time of a row of other results, or the ratio of two figures.
+A figure has a `value`, or is the time of a row of other results, or the ratio of two figures. Its
+`pages` lists the phrases that contain it, with `#` in place of the number: `"decodes # tokens/s"`.
+The text itself has no markers; a phrase may span lines.
 """
 
 import argparse
@@ -16,21 +17,25 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
-_MARKED = re.compile(r"<!--=([\w.-]+)-->([^<]*)<!--/-->")
+Figures = dict[str, dict[str, Any]]
 
 
 def pages(root: Path = ROOT) -> list[Path]:
     return sorted([*root.glob("*.md"), *root.glob("docs/**/*.md")])
 
 
-def read(path: Path = RESULTS / "figures.json") -> dict[str, dict[str, Any]]:
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def read(path: Path = RESULTS / "figures.json") -> Figures:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def value(figures: dict[str, dict[str, Any]], name: str) -> str:
-    """A figure as the pages have it.
+def value(figures: Figures, name: str) -> str:
+    """Returns a figure as the pages print it.
 
-    **Raises:** `ValueError` for a name that there is not, and for results without its row.
+    **Raises:** `ValueError` for an unknown name, and for results without exactly one such row.
     """
     if name not in figures:
         raise ValueError(f"there is no figure {name!r} in figures.json; name one of its keys.")
@@ -48,34 +53,55 @@ def value(figures: dict[str, dict[str, Any]], name: str) -> str:
     return figure["value"]
 
 
-def filled(text: str, figures: dict[str, dict[str, Any]]) -> str:
-    """A page with the values of the figures that it names."""
-    return _MARKED.sub(lambda m: f"<!--={m[1]}-->{value(figures, m[1])}<!--/-->", text)
+def filled(text: str, page: str, figures: Figures) -> str:
+    """Returns the text of a page with the current values in the phrases of its figures.
+
+    **Raises:** `ValueError` for a phrase that the page does not contain.
+    """
+    for name, phrase in _phrases(page, figures):
+        new = value(figures, name)
+        text, count = _pattern(phrase).subn(lambda m, new=new: f"{m[1]}{new}{m[3]}", text)
+        if not count:
+            raise ValueError(
+                f"{page} does not contain the phrase {phrase!r} of the figure {name!r}: correct "
+                "`pages` in figures.json."
+            )
+    return text
 
 
-def named(text: str) -> set[str]:
-    """The figures that a page names."""
-    return {match[1] for match in _MARKED.finditer(text)}
-
-
-def unnamed(text: str, figures: dict[str, dict[str, Any]]) -> list[str]:
-    """Figures that a page has without naming them, and other numbers of tokens/s."""
-    plain = re.sub(r"\s+", " ", _MARKED.sub("", text))
+def unlisted(text: str, page: str, figures: Figures) -> list[str]:
+    """Returns figures, and numbers of tokens/s, outside of the phrases of a page."""
+    for _, phrase in _phrases(page, figures):
+        text = _pattern(phrase).sub(lambda m: f"{m[1]}#{m[3]}", text)
+    plain = re.sub(r"\s+", " ", text)
     known = [f"{value(figures, name)} {figure['unit']}" for name, figure in figures.items()]
-    # What several things may take, such as 5 MB, is no figure for that.
+    # Too common to belong to one figure.
     known = [words for words in known if not words.endswith((" MB", " minutes", " times"))]
     found = [words for words in known if re.search(rf"(?<![\d.,]){re.escape(words)}\b", plain)]
     return found + re.findall(r"\d[\d,.]* tokens/s", plain)
 
 
+def _phrases(page: str, figures: Figures) -> list[tuple[str, str]]:
+    return [
+        (name, phrase)
+        for name, figure in figures.items()
+        for phrase in figure.get("pages", {}).get(page, [])
+    ]
+
+
+def _pattern(phrase: str) -> re.Pattern[str]:
+    before, after = (re.escape(part).replace(r"\ ", r"\s+") for part in phrase.split("#"))
+    return re.compile(rf"({before})(\d[\d.,]*\d|\d)({after})")
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Writes figures into the pages that name them.")
+    parser = argparse.ArgumentParser(description="Writes figures into the text of the pages.")
     parser.add_argument("--check", action="store_true", help="change nothing; fail if it would")
     check, figures, stale = parser.parse_args().check, read(), []
     for page in pages():
         text = page.read_text(encoding="utf-8")
-        if (new := filled(text, figures)) != text:
-            stale.append(str(page.relative_to(ROOT)))
+        if (new := filled(text, name_of(page), figures)) != text:
+            stale.append(name_of(page))
             if not check:
                 page.write_text(new, encoding="utf-8")
     print(f"{', '.join(stale) or 'no page'}: {'other figures' if check else 'written'}")

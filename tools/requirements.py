@@ -1,6 +1,6 @@
-"""Prints what a build needs, what the package depends on, and the extras named, one per line.
+"""Prints the requirements of the build, of the package and of the named extras, one per line.
 
-Unlike `pip install ".[extra]"`, installing that builds nothing.
+Unlike `pip install ".[extra]"`, installing these requirements builds nothing.
 """
 
 import sys

@@ -16,7 +16,6 @@ import argparse
 import datetime
 import gzip
 import importlib
-import itertools
 import json
 import os
 import re
@@ -135,13 +134,13 @@ def markdown(combinations: Any, results: Results) -> str:
     backends = sorted({line["backend"] for _, line in lines})
     about = results.environment
 
-    def table(*names: str) -> str:
-        rows = [(*names, *backends), ("---",) * (len(names) + len(backends))]
-        for values in itertools.product(*(combinations.DIMENSIONS[name] for name in names)):
-            own = [line for x, line in lines if tuple(getattr(x, name) for name in names) == values]
+    def table(name: str) -> str:
+        rows = [(name, *backends), ("---",) * (1 + len(backends))]
+        for value in combinations.DIMENSIONS[name]:
+            own = [line for x, line in lines if getattr(x, name) == value]
             cells = [_cell([x for x in own if x["backend"] == backend]) for backend in backends]
             if own:
-                rows.append((*map(str, values), *cells))
+                rows.append((str(value), *cells))
         return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
     return "\n\n".join(
@@ -149,7 +148,8 @@ def markdown(combinations: Any, results: Results) -> str:
             f"## {about['device']}",
             f"jaxlowbit {about['jaxlowbit']}, jax {about['jax']}, {about['date']}.",
             _summary(backends, [line for _, line in lines]),
-            table("weights", "scales"),
+            table("weights"),
+            table("scales"),
             table("lhs"),
             table("epilogue"),
             table("rows"),

@@ -52,7 +52,7 @@ class Instruction(NamedTuple):
     opcode: str  # such as HGMMA
     modifiers: str  # such as .64x128x16.F32.BF16
     operands: str
-    targets: list[int]  # indices of where it may jump
+    targets: list[int]  # indices of possible jump targets
 
     def __str__(self) -> str:
         return f"{self.guard}{self.opcode}{self.modifiers} {self.operands}".strip()
@@ -95,7 +95,7 @@ class Kernel:
         self.products_from_registers = sum(bool(self.registers(i).read) for i in self.products)
 
     def hazards(self) -> dict[int, str]:
-        """What is wrong, by the address of the instruction."""
+        """Returns descriptions of hazards by the address of the instruction."""
         owners = functools.cache(self._owners)
         found: dict[int, str] = {}
         pending: list[tuple[int, UnderWay]] = [(0, UnderWay())]
@@ -240,10 +240,10 @@ def _registers_of_product(instruction: Instruction, operands: list[str]) -> Regi
 
 
 def _width(instruction: Instruction) -> int:
-    """How many registers an operand may take: 4, or up to 2.
+    """Number of registers of an operand: 4, or 2 for one or two.
 
-    One register or two is the same here: an operand of several starts at a multiple of their
-    number, and what a product uses is four registers of operand A and pairs of accumulators.
+    One and two need no distinction: operands of several registers are aligned to their number, and
+    wgmma use four registers of operand A and pairs of accumulators.
     """
     modifiers = instruction.modifiers.split(".")
     if "128" in modifiers or re.fullmatch("[DHI]MMA", instruction.opcode):

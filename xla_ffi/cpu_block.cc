@@ -143,8 +143,7 @@ class CpuBlock {
   Team team_;
 };
 
-// Results that are written while operands are still read must not overlap them. Calls lowered from Python have separate
-// result buffers.
+// Results must not overlap operands that are read later. Calls lowered from Python have separate result buffers.
 ffi::Error CheckNoOverlap(const BlockBuffers& b, const std::vector<Operands>& products) {
   std::vector<Extent> read = {ExtentOf(b.residual), ExtentOf(b.norm), ExtentOf(b.attended)};
   if (b.following_norm) read.push_back(ExtentOf(*b.following_norm));

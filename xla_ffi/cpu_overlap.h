@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// XLA may let a call's result overlap its operands, which CPU tasks read until the last one ends.
+// XLA may let a call's result overlap its operands, but CPU tasks read operands until the last task ends.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,8 @@
 
 namespace jaxlowbit {
 
-// Calls run(buffers) with a result that does not overlap operands, and copies it to its place if it was redirected.
+// Calls run(buffers) with a result that does not overlap operands: if it would, in a temporary buffer that is copied
+// afterwards.
 template <typename Run>
 void RunWithoutOverlap(const QuantizedMatmul& problem, Buffers buffers, Run run) {
   const auto read = OperandExtents(problem, buffers);

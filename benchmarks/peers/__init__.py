@@ -1,8 +1,8 @@
-"""Other packages' products, for those installed: one adapter each.
+"""Adapters of other packages' products.
 
-An adapter turns the same random codes into its package's weight, and calls the package's product.
-Its packages are imported when they are used. `written_for` is the version whose source it was
-written from.
+An adapter converts the same random codes to its package's weight, and calls the package's product.
+Packages are imported on first use. `written_for` is the package version that an adapter was
+written for.
 """
 
 import functools
@@ -25,12 +25,12 @@ class Peer(NamedTuple):
     unsupported: Callable[[Format, str], str | None]
     framework: Literal["jax", "torch"] = "torch"
     dense: bool = False
-    only_integers: bool = True  # whose scales are floats of 16 or 32 bits
+    only_integers: bool = True  # with 16-bit or 32-bit float scales
     reference: Callable[[Any], Any] | None = None
 
 
 def missing(peer: Peer) -> str | None:
-    """Why a package cannot be used here, or None."""
+    """Returns the reason why a package cannot be used here, or None."""
     modules = ("torch", peer.module) if peer.framework == "torch" else (peer.module,)
     for module in modules:
         if reason := _import_error(module):
@@ -44,13 +44,13 @@ def missing(peer: Peer) -> str | None:
 def _import_error(module: str) -> str | None:
     try:
         importlib.import_module(module)
-    except Exception as error:  # a package made for another torch may raise anything
+    except Exception as error:  # a package built for another torch may raise anything
         return f"import {module} fails: {error}"
     return None
 
 
 def unsupported(peer: Peer, format: Format, dtype: str) -> str | None:
-    """Why a package cannot multiply by this format here, or None."""
+    """Returns the reason why a package cannot multiply by this format here, or None."""
     if reason := missing(peer):
         return reason
     others = format.codebook is not None or format.scale is not None
@@ -60,7 +60,7 @@ def unsupported(peer: Peer, format: Format, dtype: str) -> str | None:
 
 
 def version(peer: Peer) -> str | None:
-    """The version installed, or None."""
+    """Returns the installed version, or None."""
     try:
         return metadata.version(peer.package)
     except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""bitsandbytes: nf4 and fp4, quantized from the floats that the codes stand for."""
+"""bitsandbytes: nf4 and fp4, quantized from the dequantized codes."""
 
 from importlib import import_module
 from typing import Any

@@ -1,4 +1,4 @@
-"""FBGEMM GenAI: e4m3 by one scale for all channels, for up to 4 rows; here others follow it."""
+"""FBGEMM GenAI: e4m3 with one scale for all channels, up to 4 rows; channel scales follow here."""
 
 from importlib import import_module
 from typing import Any

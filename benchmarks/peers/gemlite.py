@@ -23,7 +23,7 @@ def _make(codes: Any, format: Format) -> Any:
     if format == formats.MXFP4:
         return helper.A16W4_MXFP(device=_DEVICE, dtype=dtype).from_weights(qvalue, scale)
     if format == formats.NVFP4:
-        # It divides by this one.
+        # The package divides by this one.
         inverse = 1 / codes.tensor_scale
         packer = helper.A16W4_NVFP(device=_DEVICE, dtype=dtype)
         return packer.from_weights(qvalue, scales=scale, meta_scale=inverse)

@@ -1,7 +1,7 @@
-"""Humming: kernels compiled when they are first used, of the codes as they are.
+"""Humming: kernels compiled on first use, with unchanged codes.
 
-`humming` runs the schedule that the package picks for the number of rows, and compiles no other.
-`humming-tuned` runs the fastest of those that it picks for a quarter to four times as many.
+`humming` compiles and runs only the schedule that the package picks for the number of rows.
+`humming-tuned` runs the fastest of the schedules that it picks for a quarter to four times as many.
 """
 
 import json
@@ -19,11 +19,11 @@ from .torch import float_dtype, scales
 
 _CODEBOOKS = {"e2m1": "float4e2m1", "e4m3": "float8e4m3", "e5m2": "float8e5m2"}
 _SCALES = {"e8m0": "float8e8m0", "e4m3": "float8e4m3"}
-_PARTS = (1, 1 / 4, 1 / 2, 3 / 4, 3 / 2, 2, 4)  # of the rows, whose schedules are tried
+_PARTS = (1, 1 / 4, 1 / 2, 3 / 4, 3 / 2, 2, 4)  # multiples of the rows whose schedules are tried
 
 
-_LIKE: dict[str, Any] = {}  # weights of one shape and format, which take turns in a choice
-_CHOSEN: dict[tuple[str, int], str] = {}  # the fastest schedule for such and a number of rows
+_LIKE: dict[str, Any] = {}  # weights by shape and format, timed in turn
+_CHOSEN: dict[tuple[str, int], str] = {}  # fastest schedule by shape and format, and rows
 
 
 class _Weight:
@@ -34,10 +34,10 @@ class _Weight:
 
 
 def weight_config(format: Format) -> dict[str, Any]:
-    """How the package names a format."""
+    """The package's name of a format."""
     config = {
         "dtype": _CODEBOOKS[str(format.codebook)] if format.codebook else f"int{format.bits}",
-        "group_size": max(format.group_size, 0),  # 0 is per channel
+        "group_size": max(format.group_size, 0),  # 0: per channel
         "has_zero_point": format.zero == "integer",
     }
     if format.scale is not None:
@@ -54,7 +54,7 @@ def picked(config: Any, rows: int) -> str:
 
 
 def schedules(config: Any, rows: int) -> list[str]:
-    """Those that the package picks for about as many rows."""
+    """The schedules that the package picks for similar numbers of rows."""
     return list(dict.fromkeys(picked(config, math.ceil(part * rows)) for part in _PARTS))
 
 
@@ -105,7 +105,7 @@ def _fastest(x: Any, weight: _Weight) -> str:
             call(x, weight)
             found = timing.graph_microseconds_per_call(call, x, like, len(like))
             times[schedule] = found.median
-        except Exception:  # a schedule for other numbers of rows may not run
+        except Exception:  # a schedule for other numbers of rows may fail
             continue
     return min(times, key=times.__getitem__)
 

@@ -2,8 +2,8 @@
 
     python benchmarks/peers/llama_cpp_worker.py MODEL.gguf THREADS SEED CLOCK
 
-Each line of the standard input, `PROMPT NEW`, is a number of prompt tokens and one of new tokens;
-the answer is a line with the seconds that each of the two took, by a clock of the module `time`.
+Each input line, `PROMPT NEW`, contains the numbers of prompt tokens and of new tokens. Prints a
+line with the seconds of both phases, by a clock of the module `time`.
 """
 
 import sys

@@ -21,7 +21,7 @@ def array(codes: Any, format: Format) -> Any:
 
 
 def unsupported(format: Format, dtype: str) -> str | None:
-    """Why the adapter does not make a QArray of this format, or None."""
+    """Returns the reason why the adapter does not support this format, or None."""
     fits = format.bits in (2, 4, 8) and format.zero == "none"
     return None if fits else "the adapter has 2, 4 and 8 bits without zeros"
 

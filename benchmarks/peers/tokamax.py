@@ -1,4 +1,4 @@
-"""tokamax: its grouped product with one group, by the implementation that it picks itself."""
+"""tokamax: its grouped product with one group, by the implementation that it picks."""
 
 from importlib import import_module
 from typing import Any

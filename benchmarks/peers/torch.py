@@ -1,4 +1,4 @@
-"""PyTorch: a dense product (cuBLAS), and tinygemm, which torchao's tile-packed weights run too."""
+"""PyTorch: a dense product (cuBLAS), and tinygemm, the kernel of torchao's tile-packed weights."""
 
 from importlib import import_module
 from typing import Any
@@ -44,7 +44,7 @@ def float_dtype(codes: Any) -> Any:
 
 
 def linear(codes: Any, format: Format) -> Any:
-    """The weight as `torch.nn.Linear` keeps it, (n, k) in the dtype of the activations."""
+    """The weight in the layout of `torch.nn.Linear`: (n, k), in the dtype of the activations."""
     return dequantize(codes, format).to(float_dtype(codes)).t().contiguous()
 
 
@@ -57,7 +57,7 @@ def _tinygemm_make(codes: Any, format: Format) -> Any:
     qvalue = codes.qvalue.t().int()
     pairs = (qvalue[:, ::2] << 4 | qvalue[:, 1::2]).to(torch.uint8).contiguous()
     packed = torch.ops.aten._convert_weight_to_int4pack(pairs, 8)
-    if format.zero == "float":  # (q - 8) s + zero is what the kernel computes
+    if format.zero == "float":  # the kernel computes (q - 8) * s + zero
         zero = codes.zero.float() + format.offset * codes.scale.float()
     elif format.zero == "integer":
         zero = (format.offset - codes.zero.float()) * codes.scale.float()

@@ -1,4 +1,4 @@
-"""Marlin and Machete, as vLLM ships them, without zeros."""
+"""vLLM: Marlin and Machete, without zeros."""
 
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ def _type(format: Format) -> Any:
 
 
 def _gptq(codes: Any, format: Format) -> Any:
-    """Words of 32 bits along k, lowest bits first, (k * bits / 32, n)."""
+    """Codes packed along k into 32-bit words, lowest bits first: (k * bits / 32, n)."""
     torch = import_module("torch")
     per_word = 32 // format.bits
     values = codes.qvalue.int().reshape(-1, per_word, codes.qvalue.shape[1])

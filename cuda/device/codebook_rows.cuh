@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A lane's state to dequantize its two rows of an atom, g and g + 8, in one group, for codebooks; rows.cuh is the same
-// for integers. Weights, or accumulators, are scaled by 2^-kDown.
+// Dequantization of codebooks: a lane's state for its two rows of an atom, g and g + 8, in one group. rows.cuh does the
+// same for integers. Weights, or accumulators, are scaled by 2^-kDown.
 #pragma once
 
 #include <type_traits>
@@ -13,7 +13,7 @@
 namespace jaxlowbit {
 
 // Hopper's kernels scale weights, or accumulators of unscaled weights, by 2^-kCodebookShift. In bf16 this keeps the sum
-// of an atom's products from overflowing at the top of bf16's range, and allows to combine e2m1's power of two with
+// of an atom's products from overflowing at the top of bf16's range, and lets e2m1's power of two be combined with
 // large scales: any e4m3, and e8m0 below 2^5. A larger shift would lose bits of weights with the smallest e8m0.
 template <typename T, typename S, Codebook kCodebook>
 inline constexpr int kCodebookShift = !std::is_same_v<T, __nv_bfloat16> ? 0
@@ -34,7 +34,7 @@ __device__ inline void MultiplyRows(const uint32_t (&factor)[2], uint32_t (&weig
   for (int j = 0; j < 4; ++j) weights[j] = Multiply<T>(weights[j], factor[j % 2]);
 }
 
-// Rows of a table of float32 numbers: the product with a scale is rounded once.
+// Table codebooks: float32 numbers times the scale, rounded once.
 template <typename T, typename S, int kBits, int kDown>
 class TableRowPair {
  public:
@@ -72,7 +72,7 @@ class TableRowPair {
   float scale_[2];
 };
 
-// Rows of floats for any scale: numbers are multiplied by a power of two first, then by the scale.
+// Float codebooks with any scale: numbers are multiplied by a power of two first, then by the scale.
 template <typename T, typename S, int kBits, Codebook kCodebook, int kDown>
 class NumberRowPair {
  public:
@@ -113,7 +113,7 @@ struct Fusing<T, S, Codebook::kTable, kDown> {
   static constexpr bool kSupportsAll = false, kSupportsSome = false;
 };
 
-// Rows with the same weights as NumberRowPair by one multiplication, for scales that SupportsScales() allows.
+// Computes the weights of NumberRowPair with one multiplication, for scales that SupportsScales().
 template <typename T, typename S, int kBits, Codebook kCodebook, int kDown>
 class FusedNumberRowPair {
  public:
@@ -190,7 +190,7 @@ class GroupedRowPair : public Fused {
   uint32_t factors_[kOwn];
 };
 
-// Rows whose scales multiply accumulators, for numbers exact in T: the partial sum of a group is scaled in float32.
+// Scales multiply accumulators, for numbers exact in T: the partial sum of a group is scaled in float32.
 template <typename T, typename S, int kBits, Codebook kCodebook, int kDown>
 class NumberSumsRowPair {
  public:
@@ -213,9 +213,9 @@ class NumberSumsRowPair {
   float scale_[2];
 };
 
-// Rows of a single group, whose scales multiply accumulators. Weights are numbers times the scale's power of two,
-// limited to stay exact, which keeps accumulators in the range of scaled weights. The caller multiplies accumulators by
-// 2^kDown, then by the rest of the scale, Factor().
+// Channel scales (a single group) multiply accumulators. Weights are numbers times the scale's power of two, limited to
+// stay exact, which keeps accumulators in the range of scaled weights. The caller multiplies accumulators by 2^kDown,
+// then by the rest of the scale, Factor().
 template <typename T, typename S, int kBits, Codebook kCodebook, int kDown>
 class NumberChannelRowPair {
  public:

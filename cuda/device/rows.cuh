@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A lane's state to dequantize its two rows of an atom, g and g + 8, in one group.
+// Dequantization of integers: a lane's state for its two rows of an atom, g and g + 8, in one group.
 #pragma once
 
 #include <type_traits>
@@ -62,7 +62,7 @@ __device__ inline void LoadZeroPoints(uint32_t zero, C (&zero_point)[2]) {
   zero_point[1] = C::Of(__byte_perm(both, 0, 0x4141));
 }
 
-// Rows that dequantize to weights times 2^-kWeightShift<T>, in fewer instructions than RowPair.
+// Computes weights times 2^-kWeightShift<T>, in fewer instructions than RowPair.
 template <typename T, typename S, int kBits>
 class ScaledRowPair {
  public:
@@ -165,9 +165,9 @@ class FusedRowPair {
   uint32_t scale_[2], offset_[2];
 };
 
-// Rows of a single group, whose scales multiply accumulators. Weights are integers times the scale's power of two,
-// which is exact and keeps accumulators in the range of scaled weights. The caller multiplies accumulators by
-// 2^kWeightShift, as for scaled weights, then by the rest of the scale, Factor().
+// Channel scales (a single group) multiply accumulators. Weights are integers times the scale's power of two, which is
+// exact and keeps accumulators in the range of scaled weights. The caller multiplies accumulators by 2^kWeightShift, as
+// for scaled weights, then by the rest of the scale, Factor().
 template <typename T, typename S, int kBits>
 class ChannelRowPair {
  public:
@@ -217,8 +217,8 @@ class ChannelRowPair {
   uint32_t unit_[2], up_[2], offset_[2];
 };
 
-// Rows whose scales multiply accumulators: weights are integers, and the partial sum of a group is scaled in float32.
-// Weights are exact for every scale, so results are at least as accurate as with rounded weights.
+// Scales multiply accumulators: weights are integers, and the partial sum of a group is scaled in float32. Weights are
+// exact for every scale, so results are at least as accurate as with rounded weights.
 template <typename T, typename S, int kBits>
 class IntegerRowPair {
  public:
@@ -249,7 +249,7 @@ class IntegerRowPair {
 };
 
 // IntegerRowPair for two-level scales. Float zeros multiply the sum of lhs over their group, so weights need no scale.
-// Integers stay centred, which keeps both sums small; zeros include the centre times the scale.
+// Integers stay centred around 0, which keeps both sums small; zeros include the offset times the scale.
 template <typename T, int kBits>
 class SuperRowPair : public IntegerRowPair<T, Super, kBits> {
   using Base = IntegerRowPair<T, Super, kBits>;

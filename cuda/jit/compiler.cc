@@ -80,7 +80,7 @@ State& GetState() {
   return state;
 }
 
-// Returns the compiler, or null and sets state.toolchain.error. The caller holds the lock.
+// Returns the compiler, or null and sets state.error. The caller holds the lock.
 const Nvrtc* FindNvrtc(State& state) {
   if (state.looked) return state.nvrtc;
   state.looked = true;

@@ -94,8 +94,8 @@ constexpr bool HasScale(int bits, Codebook codebook, ElementType scale) {
   return scale != ElementType::kInt8 || (codebook == Codebook::kNone && 2 <= bits && bits <= 4);
 }
 
-// Whether this kind of zeros is supported: float zeros only with two-level scales, none with other 8-bit scales or
-// codebooks, any kind otherwise.
+// Whether this kind of zeros is supported. Two-level scales: none or float. Other 8-bit scales, codebooks: none.
+// Otherwise: any.
 constexpr bool HasZero(Codebook codebook, ElementType scale, ZeroKind zero) {
   if (zero == ZeroKind::kNone) return true;
   if (scale == ElementType::kSuper) return zero == ZeroKind::kFloat;

@@ -52,7 +52,7 @@ class HeadRow {
     }
   }
 
-  // Converts the loaded bits to float32. Call first.
+  // Converts the loaded elements to float32, which waits for memory. Call before the methods below.
   __device__ void Widen() {
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {

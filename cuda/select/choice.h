@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A choice of kernel, tile and split as a value, and the type of support checks.
+// A choice of kernel, tile and split, and the result type of support checks.
 #pragma once
 
 #include <array>
@@ -10,7 +10,7 @@
 
 namespace jaxlowbit {
 
-// Result of a support check: true without a reason against it.
+// Result of a support check: true, or false with the reason.
 struct Support {
   std::string reason;
 
@@ -28,12 +28,12 @@ inline const char* NameOf(Kernel kernel) { return kKernelNames[static_cast<int>(
 // Each kernel reads the fields that its Choices sets (kernels/*/select.cc); the others keep their defaults.
 struct Choice {
   Kernel kernel = Kernel::kQmmSm80;
-  int block_m = 0;  // rows of lhs of a tile
+  int block_m = 0;  // rows of lhs per tile
   // Number of slices of k: of split-K, of a qmm_sm90_stream cluster, or of qmm_sm90's stream-K tail.
   int split_k = 1;
-  int slices = 0;  // of 16 channels, that a cluster of qmm_sm90_stream owns
-  int tile = 0;    // number of qmm_sm90's tile shape
-  int peers = 1;   // CTAs of a cluster of qmm_sm90 that share lhs by multicast
+  int slices = 0;  // slices of 16 channels per cluster of qmm_sm90_stream
+  int tile = 0;    // index of qmm_sm90's tile shape
+  int peers = 1;   // CTAs per cluster of qmm_sm90, which share lhs by multicast
   // The choice comes from a table of measurements (tuned.h), not from the cost model.
   bool tuned = false;
 };

@@ -68,7 +68,7 @@ def of_groups(
 
     Checkpoints quantized in order of activation (`desc_act`, the `act-order` option of GPTQ's
     reference code, Frantar et al., 2023) keep rows in the original order and store the group of
-    each. `shape` is (..., k, n); the groups of each part of k follow those of the part before it.
+    each. `shape` is (..., k, n). Groups are numbered from the first part of k to the last.
 
     **Returns:** integers (..., k) or (k,), counted in each part; None if rows are in that order.
 

@@ -130,14 +130,15 @@ class EinsumParameter:
 def _check_fields(
     described: EinsumLayer | EinsumParameter, rules: dict[str, Any], patterns: Sequence[str]
 ) -> None:
-    """Checks types by `rules`, the form of the equation, and the regular expressions `patterns`."""
+    """Checks types by `rules`, the equation, and the regular expressions `patterns`."""
     caller = type(described).__name__
     for name, (kinds, rule) in rules.items():
         if not isinstance(value := getattr(described, name), kinds):
             raise TypeError(f"{caller}: {name} is {brief(value)}, but it is {rule}.")
     if isinstance(described.equation, str):
         with within(caller):
-            Equation.check_form(described.equation)
+            _, kernel, _ = Equation.check_form(described.equation)
+            Equation.parse(described.equation, (1,) * len(kernel))
     for name in patterns:
         if isinstance(value := getattr(described, name), str):
             try:

@@ -264,8 +264,11 @@ def test_descriptions_that_fit_nothing_are_refused():
     )
     refused(r"in embedder\.table: .* is not of the form", EinsumParameter("table", lambda _: "dv"))
     refused(
-        r"in embedder\.table: .* sums over no letter of both", EinsumParameter("table", "a,vd->avd")
+        r"in embedder\.table: .* sums over no letter of both",
+        EinsumParameter("table", lambda _: "a,vd->avd"),
     )
+    with pytest.raises(ValueError, match="^EinsumParameter: .* sums over no letter of both"):
+        EinsumParameter("table", "a,vd->avd")
     wrong = EinsumParameter("table", lambda module: module.equation)
     refused("equation of Embedder raises AttributeError", wrong)
 

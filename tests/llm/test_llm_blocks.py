@@ -64,7 +64,7 @@ def test_types_of_grids_are_those_of_ggml(name):
     weight = expected(name, rows)
     same_bits(ggml_types.floats(name, rows), weight)
     array = ggml_types.pack(name, rows)
-    assert array.format == kind.format and array.format.scale == "super"
+    assert array.format == kind.format and array.format.scale == "two_level"
     same_bits(np.asarray(array.dequantize(jnp.float32)).T, weight)
     used = np.unique(ggml_types.unpack(name, rows).qvalue)
     assert set(used) == {i for i, x in enumerate(kind.format.values) if x}

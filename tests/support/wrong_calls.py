@@ -215,8 +215,12 @@ RIGHT: dict[str | tuple[str, str], Callable[[Any], bool]] = {
     # The equation, and names of parameters that a model may have.
     ("linen.EinsumLayer", "bias"): of(str, type(None)),
     ("linen.EinsumLayer", "weight"): lambda value: isinstance(value, str) or callable(value),
-    ("linen.EinsumLayer", "equation"): among("bd,df->bf"),
-    ("EinsumParameter", "equation"): among("bd,df->bf"),
+    # The equation, or a function that makes it.
+    ("linen.EinsumLayer", "equation"): lambda value: value == "bd,df->bf" or callable(value),
+    ("EinsumParameter", "equation"): lambda value: value == "bd,df->bf" or callable(value),
+    ("Config", "hidden"): of(int),
+    ("RopeScaling", "beta_slow"): of(float, int),
+    ("supported_backends", "lhs"): lambda value: hasattr(value, "dtype"),
     ("LanguageModel", "decoder"): of(llm.Decoder),
     ("LanguageModel", "report"): NOTHING,
     ("LanguageModel", "tokenizer"): NOTHING,

@@ -29,6 +29,9 @@ QUICKSTART = (ROOT / "examples/quickstart.py").read_text()  # test_examples.py r
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 
 
+WHOLE_PROGRAMS = ("first_product.md", "first_model.md")
+
+
 def public(module):
     names = vars(module).items()
     return {k: v for k, v in names if not k.startswith("_") and not inspect.ismodule(v)}
@@ -125,7 +128,7 @@ def test_blocks_of_pages(page):
     for block in blocks(page.read_text()):
         if block == QUICKSTART:
             continue
-        fresh = {} if page.name == "index.md" else given(block)  # that page is a whole program
+        fresh = {} if page.name in WHOLE_PROGRAMS else given(block)
         names = fresh | defined
         run(block, page, names)
         defined = {name: value for name, value in names.items() if value is not fresh.get(name)}
@@ -161,6 +164,51 @@ def test_links_lead_somewhere(page):
         headings = re.findall("^#+ (.*)", target.read_text(), re.M) if anchor else [""]
         slugs = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
         assert anchor in slugs, f"{path}#{anchor}"
+
+
+def test_environment_variables_are_documented():
+    sources = [
+        path
+        for folder in ("jaxlowbit", "cuda", "cpu", "xla_ffi")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".py", ".h", ".cc")
+    ]
+    read = r"""getenv\("(JAXLOWBIT_\w+)"|VARIABLE = "(JAXLOWBIT_\w+)"|environ\W+(JAXLOWBIT_\w+)"""
+    found = {"".join(names) for path in sources for names in re.findall(read, path.read_text())}
+    page = (ROOT / "docs/environment_variables.md").read_text()
+    assert found == set(re.findall(r"^\| `(JAXLOWBIT_\w+)`", page, re.MULTILINE))
+
+
+@functools.cache
+def sources():
+    """Files of the repository, and all words in their code."""
+    folders = ("jaxlowbit", "cuda", "cpu", "xla_ffi", "tests", "tools", "benchmarks", "cmake")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
+    code = {".py", ".pyi", ".cc", ".h", ".cu", ".cuh", ".inc", ".def", ".txt", ".cmake"}
+    words = {
+        w for path in files if path.suffix in code for w in re.findall(r"\w+", path.read_text())
+    }
+    return {path.relative_to(ROOT).as_posix() for path in files}, words
+
+
+INTERNALS = [*ROOT.glob("docs/kernels/*.md"), *ROOT.glob("docs/adding_*.md")]
+INTERNALS += [
+    ROOT / f"docs/{name}.md" for name in ("design", "decisions", "layout", "custom_calls")
+]
+INTERNALS += [ROOT / f"docs/{name}.md" for name in ("selection", "compiling")]
+OTHERS = {"mosaic_gpu.kernel"}  # names of other packages
+
+
+@pytest.mark.parametrize("page", sorted(INTERNALS), ids=lambda page: page.stem)
+def test_internals_name_what_exists(page):
+    files, words = sources()
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for name in set(re.findall(r"`([\w./:]+)`", text)) - OTHERS:
+        if re.search(r"\.(py|cuh?|h|cc|inc|def)$", name):
+            assert any(f"/{file}".endswith(f"/{name}") for file in files), name
+        elif "_" in name or re.search("[a-z][A-Z]", name):
+            assert set(re.findall(r"\w+", name)) <= words or any(name in f for f in files), name
+    assert len(page.read_text().splitlines()) <= 150
 
 
 def test_every_question_has_an_anchor():

@@ -1,4 +1,4 @@
-"""Every figure stands once, in `benchmarks/results/figures.json`, and the pages agree with it."""
+"""Figures are stored once, in `benchmarks/results/figures.json`, and the pages agree with it."""
 
 import json
 import re
@@ -12,39 +12,45 @@ PAGES = figures.pages()
 USERS = [page for page in PAGES if page.parent.name in ("docs", figures.ROOT.name)]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(figures.ROOT)))
+@pytest.mark.parametrize("page", PAGES, ids=figures.name_of)
 def test_pages_have_the_figures(page):
     """If not: python tools/figures.py"""
     text = page.read_text()
-    assert figures.filled(text, FIGURES) == text
-    # Markdown ends a paragraph there.
-    assert not re.findall(r"^\s*<!--=.*", text, re.MULTILINE)
+    assert figures.filled(text, figures.name_of(page), FIGURES) == text
+    assert "<!--=" not in text  # figures need no markers
 
 
-@pytest.mark.parametrize("page", USERS, ids=lambda page: str(page.relative_to(figures.ROOT)))
-def test_pages_name_the_figures_that_they_have(page):
-    assert figures.unnamed(page.read_text(), FIGURES) == []
+@pytest.mark.parametrize("page", USERS, ids=figures.name_of)
+def test_pages_list_their_figures(page):
+    assert figures.unlisted(page.read_text(), figures.name_of(page), FIGURES) == []
 
 
-def test_figures_are_used_and_say_where_they_are_from():
-    used = set().union(*(figures.named(page.read_text()) for page in PAGES))
-    assert used == FIGURES.keys()
+def test_figures_are_used_and_have_a_source():
+    names = {figures.name_of(page) for page in PAGES}
+    keys = {"ratio": set(), "results": {"shape", "backend", "m"}}
     for name, figure in FIGURES.items():
-        keys = {"ratio": set(), "results": {"shape", "backend", "m"}}
+        assert figure["pages"] and figure["pages"].keys() <= names, name
         kind = next((kind for kind in keys if kind in figure), None)
         wanted = keys[kind] | {kind} if kind else {"value", "device", "date", "command"}
-        assert figure.keys() == wanted | {"unit"}, name
+        assert figure.keys() == wanted | {"unit", "pages"}, name
 
 
 def test_a_page_is_filled():
-    own = {"a": {"value": "2", "unit": "us"}, "b": {"value": "4", "unit": "us"}}
-    own["c"] = {"ratio": ["b", "a"], "unit": "times"}  # pyright: ignore
-    text = "<!--=a-->1<!--/--> us, <!--=c-->?<!--/--> times"
-    assert figures.filled(text, own) == "<!--=a-->2<!--/--> us, <!--=c-->2.0<!--/--> times"
-    assert figures.unnamed("in 2\nus, 12 us, 4.2 us", own) == ["2 us"]
-    assert figures.unnamed("<!--=a-->2<!--/--> us and 3.5 tokens/s", own) == ["3.5 tokens/s"]
+    own = {
+        "a": {"value": "2", "unit": "us", "pages": {"x.md": ["takes # us"]}},
+        "b": {"value": "4", "unit": "us"},
+        "c": {"ratio": ["b", "a"], "unit": "times", "pages": {"x.md": ["is # times"]}},
+    }
+    text = "It takes\n1,000 us and is 3 times"
+    assert figures.filled(text, "x.md", own) == "It takes\n2 us and is 2.0 times"
+    assert figures.filled(text, "y.md", own) == text
+    assert figures.unlisted("It takes 2 us and is 2.0 times", "x.md", own) == []
+    assert figures.unlisted("in 2\nus, 12 us, 4.2 us", "x.md", own) == ["2 us"]
+    assert figures.unlisted("3.5 tokens/s", "x.md", own) == ["3.5 tokens/s"]
+    with pytest.raises(ValueError, match="does not contain the phrase 'takes # us'"):
+        figures.filled("nothing", "x.md", own)
     with pytest.raises(ValueError, match="there is no figure 'd'"):
-        figures.filled("<!--=d-->1<!--/-->", own)
+        figures.value(own, "d")
 
 
 def test_the_table_of_the_page_is_that_of_its_results():

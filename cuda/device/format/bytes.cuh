@@ -13,12 +13,13 @@
 
 namespace jaxlowbit {
 
-// Weights as Ts, times 2^kShift, exactly. Scales of type S are included only if they are integers. kZeros: integer
-// zeros are subtracted.
+// Computes weights as Ts, times 2^kShift, exactly. Scales of type S are included only if they are integers. kZeros:
+// integer zeros are subtracted.
 template <typename T, int kBits, Codebook kCodebook, typename S, bool kZeros>
 struct ByteWeights;
 
-// Weights become 16 (q - 8): in the upper half of a byte, q with its highest bit inverted is two's complement.
+// Weights become 16 * (q - 8): q with its highest bit inverted is q - 8 in two's complement, in the upper half of a
+// byte.
 template <typename S>
 struct ByteWeights<int8_t, 4, Codebook::kNone, S, false> {
   static constexpr int kShift = 4;
@@ -34,7 +35,7 @@ struct ByteWeights<int8_t, 4, Codebook::kNone, S, false> {
   }
 };
 
-// Weights become (q - 8) s with one scale per step. For scales up to 16, q s + 128 - 8 s fits a byte, so one
+// Weights become (q - 8) * s with one scale per step. For scales up to 16, q * s + 128 - 8 * s fits a byte, so one
 // multiplication and one addition of words compute four weights. `scales`: raw scales of rows g and g + 8.
 template <>
 struct ByteWeights<int8_t, 4, Codebook::kNone, int8_t, false> {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Scales of rows g and g + 8: 32-bit or 16-bit floats, the 8-bit scales of the microscaling formats, integers from 0 to
-// 127, or two-level scales: integers from -128 to 127 times a float of their super-block.
+// Loads and converts scales of rows g and g + 8: 32-bit or 16-bit floats, the 8-bit scales of the microscaling formats,
+// integers from 0 to 127, or two-level scales: integers from -128 to 127 times a float of their super-block.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -108,7 +108,7 @@ __device__ inline void LoadSuperFloats(uint32_t shared, float (&rows)[2]) {
 // Loads a group's integers of rows g and g + 8 and multiplies them by super-block floats, exactly.
 __device__ inline void LoadSuperScales(uint32_t shared, const float (&floats)[2],
                                        float (&rows)[2]) {
-  // A byte in the mantissa of 2^23, whose last bit is 1, converts the integer to float.
+  // The mantissa of 2^23 counts in ones, so a byte in its lowest bits converts an integer to float.
   const uint32_t both = LoadShared2(shared) ^ 0x8080;
   constexpr float kMiddle = 8388608 + 128;
   rows[0] = (__uint_as_float(__byte_perm(both, 0x4b000000, 0x7440)) - kMiddle) * floats[0];

@@ -40,7 +40,7 @@ inline constexpr int kBand = 16;
 
 struct Bands {
   const int& tiles_n;
-  const WideDivider &batch_tiles, &band_tiles;  // tiles of a batch element, and of a band
+  const WideDivider &batch_tiles, &band_tiles;  // tiles per batch element, and per band
   const WideDivider& last_width;                // of the last band
 
   __device__ TilePlace<int> Find(int number, int block_n, int block_m) const {

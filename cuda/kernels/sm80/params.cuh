@@ -16,7 +16,7 @@
 
 namespace jaxlowbit::sm80 {
 
-// A position beyond all others; adding to it does not overflow.
+// Larger than all positions; sums with positions do not overflow.
 inline constexpr int kNone = 0x3fffffff;
 inline constexpr int kAtomsN = kBlockN / kAtom;
 inline constexpr int kThreads = 32 * kWarpsPerAtom;
@@ -132,15 +132,15 @@ struct GroupCursor {
   }
 };
 
-// The chunk in shared memory of column `column` of row `row`. Lanes of one ldmatrix phase read the same 16-byte column
-// of 8 rows; in whole-line rows these would conflict in one bank group, so columns are permuted within each row.
+// Index of the chunk in shared memory for 16-byte column `column` of row `row`. A phase of ldmatrix reads one column of
+// 8 rows; unpermuted, these would conflict in one bank group, so columns are permuted within each row.
 template <class I>
 __device__ int LhsChunk(int row, int column) {
   return row * I::kLhsChunks + (column ^ (row % 8));
 }
 
-// The chunk in shared memory of chunk `chunk` of packed weights. If a lane has two chunks of an atom, lanes i and i + 4
-// would conflict in one bank group at their first read, so every other run of 8 chunks is swapped pairwise.
+// Index of the chunk in shared memory for chunk `chunk` of packed weights. With two chunks per lane and atom, the first
+// reads of lanes i and i + 4 would conflict in one bank group, so chunks are swapped pairwise in every other run of 8.
 template <class I>
 __device__ int PackedChunk(int chunk) {
   return kWholeChunks<I::kBits> && kLaneChunks<I::kBits> == 2 ? chunk ^ (chunk / 8 % 2) : chunk;

@@ -11,7 +11,7 @@
 
 namespace jaxlowbit::sm80 {
 
-// Rows of lhs per tile. kScaleAccumulators instances need twice the accumulators, so they have up to 32 rows.
+// Rows of lhs per tile. PartialSums::kGroups doubles the accumulators, so those tiles have up to 32 rows.
 inline constexpr int kBlockMs[] = {8, 16, 32, 64};
 inline constexpr int kScaleAccumulatorsBlockMs[] = {8, 16, 32};
 
