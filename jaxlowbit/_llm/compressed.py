@@ -1,6 +1,6 @@
 """Packed matrices as tensors of compressed-tensors' format `pack-quantized`.
 
-The layout is that of the library's `pack_to_int32`, version 0.20: a dense stream of bits, lowest
+The library's `pack_to_int32`, version 0.20, defines the layout: a dense stream of bits, lowest
 first, in 32-bit words.
 """
 

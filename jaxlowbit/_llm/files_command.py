@@ -171,7 +171,7 @@ def _inspect(options: argparse.Namespace) -> None:
 
 
 def _contents(path: Path) -> tuple[str, list[tuple[str, tuple[int, ...], str, int]]]:
-    """The kind of a file or folder, and name, shape, type and size of what it has."""
+    """The kind of a file or folder, and name, shape, type and size of its tensors."""
     if not path.is_dir():
         file = open_gguf(path)
         found = [(t.name, t.shape, t.kind, t.nbytes) for t in file.tensors.values()]

@@ -289,8 +289,7 @@ def _saved(path: Path) -> Header:
     """A folder that `save` wrote, whose weights are used as they are."""
     found = saved.read_model(path)
     sources = {}
-    for name in found.config.shapes():
-        leaf = found.saved.leaf(name)
+    for name, leaf in found.weights.items():
         quantized = isinstance(leaf, QuantizedArray)
         sources[name] = _Source(
             f"{path}: the array {name!r}",

@@ -3,9 +3,9 @@
 A folder has
 
 - the weights as `checkpoint.save` writes them, by the names of `Config.shapes()`;
-- `config.json`: that of the Hugging Face folder that the model came from, if it came from one, with
-  `quantization_config` replaced by `{"quant_method": "jaxlowbit", "decoder": ...}`, the fields of
-  the `Config`;
+- `config.json`: the file of the Hugging Face folder that the model came from, if any, with
+  `{"quant_method": "jaxlowbit", "decoder": ...}`, the fields of the `Config`, as its
+  `quantization_config`;
 - the tokenizer: the files of the Hugging Face folder, or the metadata of the GGUF file as
   `tokenizer.gguf`, a GGUF file without tensors.
 """
@@ -152,10 +152,11 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
 
 
 class Model(NamedTuple):
-    """A folder of `save` whose headers are checked."""
+    """A folder of `save` whose headers are checked, with its memory-mapped weights by name."""
 
     config: Config
     saved: Saved
+    weights: dict[str, Any]
     tokenizer: Tokenizer | None
 
 
@@ -180,8 +181,9 @@ def read_model(path: Path) -> Model:
     if odd := sorted(expected.keys() ^ saved.arrays.keys()):
         where = "is missing" if odd[0] in expected else f"is no weight of {config.architecture}"
         raise ValueError(f"{path}: the array {odd[0]!r} {where}; {AGAIN}.")
+    weights = {name: saved.leaf(name) for name in expected}
     for name, shape in expected.items():
-        leaf = saved.leaf(name)
+        leaf = weights[name]
         floats = not isinstance(leaf, QuantizedArray) and jnp.issubdtype(leaf.dtype, jnp.floating)
         quantized = isinstance(leaf, QuantizedArray) and len(shape) == 2
         if tuple(leaf.shape) != shape or not (floats or quantized):
@@ -189,7 +191,7 @@ def read_model(path: Path) -> Model:
                 f"{path}: the array {name!r} is {checks.brief(leaf)} of shape {leaf.shape}, but "
                 f"config.json asks for {shape}; {AGAIN}."
             )
-    return Model(config, saved, _tokenizer_of(path))
+    return Model(config, saved, weights, _tokenizer_of(path))
 
 
 def rows(leaf: Any, start: int, stop: int) -> np.ndarray:

@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
+from os import open as descriptor_of
 from pathlib import Path
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # fcntl.h and linux/fs.h
@@ -84,7 +85,7 @@ def check_target(caller: str, path: Path, overwrite: bool) -> None:
 
 def synchronize(path: Path) -> None:
     """Waits until a file, or the names in a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = descriptor_of(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -94,7 +95,7 @@ def synchronize(path: Path) -> None:
 @contextlib.contextmanager
 def _locked(caller: str, folder: Path) -> Iterator[None]:
     """Holds a lock on a folder, which the system releases if the process ends."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    descriptor = descriptor_of(folder, os.O_RDONLY)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -67,7 +67,7 @@ def save(
     - `path`: the folder.
     - `tree`: any pytree of `QuantizedArray`s and arrays, such as a dict or `nnx.state(model)`. The
       name of an array is its path in the tree, joined by dots: `{"mlp": {"up": q}}` has `mlp.up`.
-    - `shard_bytes`: the size in bytes from which a further file begins.
+    - `shard_bytes`: the maximum bytes of a file, unless one array is larger.
     - `overwrite`: whether to replace a folder that exists.
 
     **Raises:** `TypeError` for a leaf that is not an array; `ValueError` for a `path` that exists,
@@ -115,7 +115,7 @@ def write(
 ) -> None:
     """Writes arrays by name to files in a folder, one array at a time in host memory.
 
-    **Arguments:** `own`: whether the files have our metadata; else they have that of transformers.
+    **Arguments:** `own`: whether the files have our metadata; else transformers reads them.
     """
     tensors: dict[str, dict[str, Any]] = {name: _tensors(name, x) for name, x in leaves.items()}
     _check_names(tensors)
@@ -152,7 +152,7 @@ def _shards(sizes: Mapping[str, int], most: int) -> list[list[str]]:
 
 
 def _tensors(name: str, leaf: Any) -> dict[str, Any]:
-    """The tensors of one leaf, still where they are."""
+    """The tensors of one leaf."""
     if not _is_quantized(leaf):
         return {name: _checked(name, leaf)}
     if leaf.index is not None:
@@ -207,7 +207,7 @@ def _write_file(
     arrays: Mapping[str, str] | None,
     advance: Callable[[int], Any],
 ) -> None:
-    """Writes one file, its header last, with the hashes of what was written."""
+    """Writes one file, its header last, with the hashes of the tensors."""
     # Sizes that are no multiple of the alignment come last, so that they shift no other tensor.
     order = sorted(tensors, key=lambda name: tensors[name].nbytes % _ALIGNMENT != 0)
     length = len(_header(tensors, order, arrays, dict.fromkeys(order, "0" * 64)))
@@ -254,7 +254,7 @@ def _header(
 class Saved(NamedTuple):
     """A folder that `save` wrote, whose headers are checked and whose arrays are not read yet.
 
-    - `arrays`: for each array its tensors; those of a `QuantizedArray` by the names of its leaves.
+    - `arrays`: the tensors of each array, by the names of the leaves of a `QuantizedArray`.
     - `descriptions`: of the `QuantizedArray`s.
     - `sha256`: of each tensor.
     """
@@ -389,7 +389,7 @@ def load_saved(
 
 
 def placed(leaf: Any, sharding: Any = None) -> Any:
-    """A memory-mapped array on devices, each of which reads its part."""
+    """Puts a memory-mapped array on devices; each reads its part."""
     # `device_put` uses aligned host memory as it is on a CPU, and copies nothing else twice.
     return jax.device_put(leaf, sharding)
 

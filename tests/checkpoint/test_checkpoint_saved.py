@@ -272,7 +272,8 @@ def same_weights(found, model):
     expected = weights_of(model.decoder)[1]
     for name, own in weights_of(found.decoder)[1].items():
         pair = (
-            x.dequantize(jnp.float32) if isinstance(x, QuantizedArray) else x for x in (own, expected[name])
+            x.dequantize(jnp.float32) if isinstance(x, QuantizedArray) else x
+            for x in (own, expected[name])
         )
         np.testing.assert_array_equal(*pair)
 
