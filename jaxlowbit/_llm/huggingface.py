@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from .._core.checks import brief
@@ -329,6 +330,28 @@ def weights_of(folder: Path, config: Config) -> dict[str, Tensor | Matrix]:
     for sentence in contents.sentences:
         warn_of_file(sentence)
     return {name: found[name] for name in expected}
+
+
+def lhs_qtype_of(path: Path) -> Any:
+    """The dtype to which a checkpoint rounds the inputs of its quantized matrices, else None.
+
+    **Raises:** `ValueError` if its matrices differ.
+    """
+    if not path.is_dir():
+        return None
+    found = {
+        None if dtype is None else jnp.dtype(dtype).name: matrix
+        for matrix in open_folder(path).matrices.values()
+        for dtype in [matrix.activation_dtype]
+    }
+    if len(found) > 1:
+        one, other = list(found)[:2]
+        raise ValueError(
+            f"{path} rounds the inputs of {found[one].name!r} to {one} and of "
+            f"{found[other].name!r} to {other}, but all blocks here have one lhs_qtype; pass it, "
+            "or None for floats."
+        )
+    return next(iter(found), None)
 
 
 def _by_weight(

@@ -14,7 +14,7 @@ from flax import nnx
 from .._core import checks
 from .._core.format import INT4, Format, as_format
 from .._flax import arguments
-from . import exporting, saved
+from . import exporting, huggingface, saved
 from .config import Config, check_config
 from .decoder import Decoder, check_rows
 from .load import Header, LoadReport, read, read_header
@@ -111,7 +111,7 @@ def load(
     mesh: jax.sharding.Mesh | None = None,
     progress: bool = True,
 ) -> LanguageModel:
-    """Loads a language model from a GGUF file, a folder of floats or 8-bit floats, or of `save`.
+    """Loads a language model from a GGUF file, or a folder of floats, quantized weights or `save`.
 
     **Arguments:**
 
@@ -125,7 +125,7 @@ def load(
       bfloat16 on a GPU and float32 on the CPU.
     - `lhs_qtype`: None, or `jnp.int8` or `jnp.float8_e4m3fn`: the inputs of products with
       quantized matrices of blocks are rounded to it, with a scale for each token. Embedding and
-      head take floats.
+      head take floats. `"file"` for the dtype of the checkpoint, such as int8 of W8A8 and W4A8.
     - `lhs_min_rows`: minimum number of tokens, of all sequences, for such rounding; fewer stay
       floats. None for 1 on a CPU, and on a GPU for 32 or 192, as the formats of the weights need.
     - `scale_dtype`: dtype of scales and float zeros. None keeps the values of the file exactly, and
@@ -143,6 +143,10 @@ def load(
     has nothing to round, and for weights that memory lacks; what `shard` raises.
     """
     dtype = default_dtype() if dtype is None else dtype
+    if isinstance(lhs_qtype, str) and lhs_qtype == "file":
+        with _named_load():
+            path = path if isinstance(path, Header) else read_header(path)
+            lhs_qtype = huggingface.lhs_qtype_of(path.path)
     lhs_qtype = arguments.lhs_qtype("load", lhs_qtype)
     check_rows("load", lhs_min_rows)
     decoding = {"dtype": dtype, "lhs_qtype": lhs_qtype, "mesh": mesh}

@@ -4,10 +4,9 @@ It needs the extra `checkpoint`; importing `jaxlowbit` imports none of it. Each 
 is one kind of quantized checkpoint (`_registry.py`).
 """
 
-from .._requirements import require_extra
+from .._requirements import require_extra as _require_extra
 
-require_extra("checkpoint", "safetensors", "tqdm")
+_require_extra("checkpoint", "safetensors", "tqdm")
 
 from ._load import load as load  # noqa: E402
-from ._registry import kinds as kinds  # noqa: E402
 from ._saved import save as save  # noqa: E402

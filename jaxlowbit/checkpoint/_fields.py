@@ -1,4 +1,4 @@
-"""`Fields`: entries of a JSON object, which are used, known to be harmless, or refused."""
+"""`Fields`: entries of a JSON object, which are used, known to be harmless, or raise."""
 
 import re
 from collections.abc import Mapping

@@ -28,7 +28,7 @@ _BUFFERS = ("position_ids", "masked_bias", "attn.bias", "attention.bias", "num_b
 class Contents(NamedTuple):
     """A folder whose headers are checked: its quantized matrices and other tensors, by name.
 
-    `sentences`: what is left out and may change results.
+    `sentences`: warnings about entries without effect that may change results.
     """
 
     path: Path
@@ -95,8 +95,8 @@ def load(
     - `path`: a folder with `model.safetensors`, or shards with their index, and `config.json`.
     - `requantize`: None, or the format for matrices that no format holds exactly, such as groups
       along the output; without it they raise an error. Others stay exact.
-    - `scale_dtype`: None for the scales of the file, or float32, bfloat16 or float16, to which
-      scales and float zeros are rounded.
+    - `scale_dtype`: None to keep the scales of the file, or float32, bfloat16 or float16 to round
+      scales and float zeros.
     - `dtype`: None for the dtypes of the file, or the dtype of tensors that are floats.
     - `target`: for a folder of `save`, None, or a tree like the one that was saved, of arrays or
       `jax.ShapeDtypeStruct`s; the result has its structure, and its shardings if it has some.
@@ -113,8 +113,8 @@ def load(
     without its bias; other tensors as arrays of the shape in the file.
 
     **Raises:** before numbers are read, `TypeError` for a path that is none, `FileNotFoundError` if
-    it does not exist, `ValueError` for damaged files, kinds of quantization that are not read
-    (`kinds`), entries of the quantization config and tensors that are not known; afterwards
+    it does not exist, `ValueError` for damaged files, kinds of quantization that are not read,
+    entries of the quantization config and tensors that are not known; afterwards
     `ValueError` for values that mean nothing. Each names the file and the entry or tensor.
 
     ```py

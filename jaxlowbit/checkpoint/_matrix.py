@@ -31,8 +31,8 @@ class Matrix:
     - `permutation`: None, or the stored order of the input features, int32 (in,)
       (`permutations.of_groups`).
     - `tensor_scale`: the factor of all weights, for a format with a tensor scale.
-    - `activation_dtype`: None, or the dtype to which the checkpoint rounds the inputs, with a scale
-      for each token.
+    - `activation_dtype`: None, or the dtype of inputs in the checkpoint's library, with a scale for
+      each token.
     - `stack`: None, or the number of matrices.
     - `share`: the part of the bytes of the tensors that belongs to it.
     """
@@ -78,7 +78,7 @@ class Matrix:
         )
 
     def rows(self, start: int, stop: int) -> np.ndarray:
-        """The float32 weights (rows, in) of some output rows: what the checkpoint means."""
+        """The float32 weights (rows, in) of some output rows, as the library computes them."""
         if self.format is None:
             assert self.floats is not None
             return self.floats(start, stop)
@@ -123,11 +123,11 @@ class Matrix:
 
 
 class Found(NamedTuple):
-    """What a kind has found in a folder.
+    """The contents of a quantized folder.
 
     - `matrices`: the quantized ones, whose tensors are then not among the floats.
     - `unused`: names of tensors that are left out, known to be harmless or said in `sentences`.
-    - `sentences`: what is left out and may change results, as warnings.
+    - `sentences`: warnings about entries without effect that may change results.
     - `floats`: tensors under other names than in the file.
     """
 

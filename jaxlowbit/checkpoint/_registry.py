@@ -3,7 +3,7 @@
 A module of a kind has
 
 - `METHODS`: the values of `quant_method` in the quantization config.
-- `SUMMARY`: what is read, in a line.
+- `SUMMARY`: the layouts that are read, in a line.
 - `read(folder, config)`: a `Found`, from headers only. It raises `ValueError` for entries, tensors
   and shapes that it does not know, with their names.
 - `configured(folder)`, if folders of this kind may have no `quant_method`: the file and the object
@@ -28,20 +28,10 @@ MODULES: Mapping[str, Any] = {
 _BY_METHOD = {method: module for module in MODULES.values() for method in module.METHODS}
 
 
-def kinds() -> dict[str, str]:
-    """The kinds of quantized checkpoints that `load` reads: `quant_method` to a summary.
-
-    ```python
-    checkpoint.kinds()["gptq"]
-    ```
-    """
-    return {method: _BY_METHOD[method].SUMMARY for method in sorted(_BY_METHOD)}
-
-
 def find(folder: Folder) -> Found:
     """The quantized matrices of a folder; none if its config.json has no quantization config.
 
-    **Raises:** `ValueError` for an unknown `quant_method`, and what the kind raises.
+    **Raises:** `ValueError` for an unknown `quant_method`; the errors of the kind.
     """
     path, values = config_of(folder)
     if values is None:

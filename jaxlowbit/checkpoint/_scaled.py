@@ -9,6 +9,7 @@ import numpy as np
 
 from .._core.format import SCALES, Format
 from . import _bits
+from ._fields import OTHER
 from ._files import AGAIN, FLOATS, Folder, Tensor
 from ._matrix import Matrix
 from ._packing import Unpacked
@@ -53,7 +54,7 @@ def scaled(
     - `scale`: floats, F8_E8M0 or its bits U8, one for each block of `rows` outputs and `columns`
       inputs, -1 for all; blocks at the edges may be cut. Shapes without the axes of size 1 fit.
     - `zero`: None, or int8 of the shape of `scale`, for integers.
-    - `convert`: computes the scales from those of the file.
+    - `convert`: computes scales from the stored numbers.
 
     **Raises:** `ValueError` for other types and shapes.
     """
@@ -73,6 +74,11 @@ def scaled(
     codebook = CODEBOOKS.get(weight.kind)
     narrow = "e8m0" if scale.kind in ("F8_E8M0", "U8") and convert is None else None
     group = size if size < k else -1
+    if group != -1 and group % 16:
+        raise ValueError(
+            f"{weight.where} has groups of {group} inputs, but groups are multiples of 16 here; "
+            f"{OTHER}."
+        )
     format = Format(bits, group, zero="none" if zero is None else "integer", codebook=codebook)
 
     def unpack(start: int, stop: int) -> Unpacked:
@@ -155,7 +161,7 @@ def scales(
     values: np.ndarray,
     convert: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> np.ndarray:
-    """Scales of a tensor, U8 as powers of two; `convert` computes them from those of the file.
+    """Scales of a tensor, U8 as powers of two; `convert` computes them from the stored numbers.
 
     **Raises:** `ValueError` if some are NaN or infinite.
     """

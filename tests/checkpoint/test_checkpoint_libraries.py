@@ -15,13 +15,16 @@ for package in ("safetensors", "tqdm"):
 
 from safetensors import safe_open  # noqa: E402
 
-from jaxlowbit import checkpoint  # noqa: E402
+from jaxlowbit import QuantizedArray, checkpoint  # noqa: E402
 from jaxlowbit.checkpoint._load import open_folder  # noqa: E402
 
 ROOT = Path(__file__).parents[1] / "data" / "checkpoints"
 FOLDERS = sorted(path.parent.name for path in ROOT.glob("*-*/expected.safetensors"))
 INEXACT = ("bitsandbytes-nf4-ragged", "hqq-axis0", "hqq-axis0-3bit")
 INEXACT += ("modelopt-int4-awq", "modelopt-w4a8-awq", "modelopt-int8-smoothquant")
+# Packing compiles programs for each format and shape, so that only some folders are packed.
+PACKED = ("bitsandbytes-nf4-double", "hqq-3bit", "mlx-stack", "mlx-nvfp4", "modelopt-nvfp4")
+PACKED += ("mxfp4-gpt-oss", "torchao-int3-asymmetric")
 pytestmark = pytest.mark.filterwarnings("ignore:.*has static scales of activations")
 
 
@@ -29,6 +32,12 @@ def expected_of(name):
     """The weights (out, in), or stacks of them, of a golden folder by name."""
     with safe_open(ROOT / name / "expected.safetensors", framework="flax") as file:
         return {key: np.asarray(file.get_tensor(key)) for key in file.keys()}  # noqa: SIM118
+
+
+def dequantized(weight):
+    """The float32 weights (out, in) of a packed matrix, or stack of them."""
+    assert isinstance(weight, QuantizedArray)
+    return np.swapaxes(np.asarray(weight.dequantize(jnp.float32)), -1, -2)
 
 
 def assert_same(found, expected):
@@ -49,20 +58,26 @@ def test_weights_are_those_of_the_library(name):
         count = own.size // own.shape[-1]
         strips = [matrices[key].rows(i, min(i + 11, count)) for i in range(0, count, 11)]
         assert_same(np.concatenate(strips).reshape(own.shape), own)
-    if name in INEXACT:
-        return
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_weights_are_those_of_the_library(name):
     tree = checkpoint.load(ROOT / name)
-    for key, own in expected.items():
-        assert_same(np.swapaxes(np.asarray(tree[key].dequantize(jnp.float32)), -1, -2), own)
+    for key, own in expected_of(name).items():
+        assert_same(dequantized(tree[key]), own)
 
 
 @pytest.mark.parametrize("name", INEXACT)
-def test_weights_that_no_format_holds_are_rounded_if_asked_for(name):
+def test_weights_that_no_format_holds_raise(name):
     with pytest.raises(ValueError, match=r"held by no format exactly: .*requantize="):
         checkpoint.load(ROOT / name)
+
+
+@pytest.mark.parametrize("name", ["hqq-axis0", "modelopt-int4-awq"])
+def test_weights_that_no_format_holds_are_rounded_if_asked_for(name):
     tree = checkpoint.load(ROOT / name, requantize="int8")
     for key, own in expected_of(name).items():
-        found = np.asarray(tree[key].dequantize(jnp.float32)).T
+        found = dequantized(tree[key])
         assert np.abs(found - own).max() < 0.01 * np.abs(own).max()
 
 

@@ -17,8 +17,10 @@ from jaxlowbit import Format, QuantizedArray, checkpoint  # noqa: E402
 from jaxlowbit.checkpoint._files import _read_file  # noqa: E402
 from jaxlowbit.checkpoint._kinds import gptq  # noqa: E402
 from jaxlowbit.checkpoint._load import open_folder  # noqa: E402
+from jaxlowbit.checkpoint._registry import MODULES  # noqa: E402
 
-DATA = Path(__file__).parents[1] / "data" / "checkpoints"
+ROOT = Path(__file__).parents[2]
+DATA = ROOT / "tests/data/checkpoints"
 FOLDERS = (
     "auto_round",
     "auto_round_auto_gptq",
@@ -79,14 +81,10 @@ def test_symmetric_checkpoints_have_no_zeros():
         assert format is not None and format.zero == "none", name
 
 
-def test_every_kind_is_listed():
-    methods = {
-        json.loads((DATA / folder / "config.json").read_text())["quantization_config"][
-            "quant_method"
-        ]
-        for folder in FOLDERS
-    }
-    assert methods <= checkpoint.kinds().keys()
+def test_the_page_has_every_kind():
+    rows = (ROOT / "docs/checkpoints.md").read_text().split("\n## ")[1]
+    for module in MODULES.values():
+        assert module.SUMMARY and any(f"`{method}`" in rows for method in module.METHODS)
 
 
 def test_what_is_no_checkpoint_raises(tmp_path):

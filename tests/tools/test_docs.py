@@ -19,6 +19,7 @@ from jax.sharding import AxisType
 from pretrained import IDS, Pretrained
 
 import jaxlowbit as jl
+from jaxlowbit import checkpoint as jl_checkpoint
 from jaxlowbit import linen as jl_linen
 from jaxlowbit import llm as jl_llm
 from jaxlowbit import nnx as jl_nnx
@@ -37,7 +38,7 @@ def public(module):
     return {k: v for k, v in names if not k.startswith("_") and not inspect.ismodule(v)}
 
 
-MODULES = (jl, jl_nnx, jl_linen, jl_llm, jl_quantizers)
+MODULES = (jl, jl_nnx, jl_linen, jl_llm, jl_quantizers, jl_checkpoint)
 PUBLIC = [(m, name) for m in MODULES for name in public(m)]
 NAMES = sorted(f"{module.__name__}.{name}" for module, name in PUBLIC)
 API = (ROOT / "docs/api.md").read_text()
@@ -74,6 +75,7 @@ SIZES: dict[str, Any] = {
 }
 MODELS = {
     "model_file": lambda: model_file(),
+    "gptq_folder": lambda: ROOT / "tests/data/checkpoints/llama_gptq",
     "config": lambda: jl_llm.Config("llama", **SIZES, vocabulary=256, context=128),
     "rngs": lambda: nnx.Rngs(0),
     "mesh": lambda: jax.make_mesh((8,), ("model",), (AxisType.Auto,), devices=jax.devices("cpu")),

@@ -1,8 +1,8 @@
 """Golden modules of AutoRound, by its own packers.
 
-    pip install torch transformers
-    pip download --no-deps auto-round==0.16.1   # unpack it; nothing is installed
-    python tools/golden_checkpoints/auto_round_modules.py FOLDER
+pip install torch transformers
+pip download --no-deps auto-round==0.16.1   # unpack it; nothing is installed
+python tools/golden_checkpoints/auto_round_modules.py FOLDER
 """
 
 import argparse
@@ -34,7 +34,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("source", type=Path)
     source = parser.parse_args().source
-    # What the modules import of their package.
+    # Stubs of the package's other modules.
     sys.modules["auto_round"] = types.ModuleType("auto_round")
     utils: Any = types.ModuleType("auto_round.utils")
     utils.get_packing_device = lambda device: device

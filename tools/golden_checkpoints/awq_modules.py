@@ -1,8 +1,8 @@
 """Golden modules of AWQ, by AutoAWQ's packers.
 
-    pip install torch numpy
-    pip download --no-deps --no-binary :all: autoawq==0.2.9   # unpack it; nothing is installed
-    python tools/golden_checkpoints/awq_modules.py autoawq-0.2.9
+pip install torch numpy
+pip download --no-deps --no-binary :all: autoawq==0.2.9   # unpack it; nothing is installed
+python tools/golden_checkpoints/awq_modules.py autoawq-0.2.9
 """
 
 import argparse
@@ -49,7 +49,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("source", type=Path)
     root = parser.parse_args().source / "awq"
-    # What the modules import of their package, of which they need nothing on a CPU.
+    # Stubs of the package's other modules, which are not needed on a CPU.
     utils = load_module(str(root / "utils" / "packing_utils.py"))
     missing = types.SimpleNamespace(try_import=lambda name: (None, ""))
     stubs = {

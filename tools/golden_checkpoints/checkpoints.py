@@ -1,6 +1,6 @@
-"""Folders of golden checkpoints: what a library wrote, and what it dequantizes that to.
+"""Folders of golden checkpoints: tensors that a library wrote, and the weights that it computes.
 
-The scripts beside this one write them into tests/data/checkpoints; each says what it needs.
+The other scripts of this folder write them into tests/data/checkpoints.
 """
 
 import json
@@ -44,7 +44,7 @@ def weights(count: int, n: int = N, k: int = K) -> list[Any]:
 
 
 def load_module(path: str) -> Any:
-    """A Python file that loads alone, as a module."""
+    """Loads one Python file as a module."""
     import importlib.util
 
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)

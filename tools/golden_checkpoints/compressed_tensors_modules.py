@@ -1,7 +1,7 @@
 """Golden modules of compressed-tensors: every format, by the library's own compressors.
 
-    pip install torch compressed-tensors==0.20.0 transformers
-    python tools/golden_checkpoints/compressed_tensors_modules.py
+pip install torch compressed-tensors==0.20.0 transformers
+python tools/golden_checkpoints/compressed_tensors_modules.py
 """
 
 from typing import Any

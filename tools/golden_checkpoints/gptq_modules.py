@@ -59,9 +59,10 @@ def planar(packer: Any, bits: int, symmetric: bool, seed: int):
     _, values, scale, zero, g_idx = quantized(bits, symmetric, True, seed)
     qweight = packer.planar_pack_rows(values.T.int().contiguous(), bits)
     qzeros = packer.planar_pack_cols(zero.T.int().contiguous(), bits)
-    unpacked = packer.planar_unpack_rows(qweight, bits) - packer.planar_unpack_cols(qzeros, bits)[
-        g_idx.long()
-    ]
+    unpacked = (
+        packer.planar_unpack_rows(qweight, bits)
+        - packer.planar_unpack_cols(qzeros, bits)[g_idx.long()]
+    )
     expected = (unpacked * scale.T[g_idx.long()]).T
     stored = {"qweight": qweight, "qzeros": qzeros, "scales": scale.T.half(), "g_idx": g_idx}
     return stored, expected

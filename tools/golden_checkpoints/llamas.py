@@ -1,8 +1,8 @@
 """Whole small Llamas, quantized by libraries, with the logits that transformers computes.
 
-    pip install torch transformers compressed-tensors==0.20.0
-    pip download --no-deps auto_gptq==0.7.1   # unpack it; nothing is installed
-    python tools/golden_checkpoints/llamas.py auto_gptq/nn_modules/qlinear/qlinear_cuda.py
+pip install torch transformers compressed-tensors==0.20.0
+pip download --no-deps auto_gptq==0.7.1   # unpack it; nothing is installed
+python tools/golden_checkpoints/llamas.py auto_gptq/nn_modules/qlinear/qlinear_cuda.py
 """
 
 import argparse

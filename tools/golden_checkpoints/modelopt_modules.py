@@ -1,8 +1,11 @@
 """Golden checkpoints of nvidia-modelopt 0.47: a tiny Llama, quantized and exported on the CPU.
 
-The expected weights are those of its fake quantization or, where that needs a GPU, of its tensors'
-`dequantize`. Only `down_proj` is quantized: for other modules the export fuses factors of inputs
-into norms.
+Its fake quantization gives the expected weights; for formats whose fake quantization needs a GPU,
+`dequantize` of its tensors does. Only `down_proj` is quantized: for other modules the export fuses
+factors of inputs into norms.
+
+    pip install torch transformers
+    pip install --no-deps nvidia-modelopt==0.47.0 "pulp<3" omegaconf scipy nvidia-ml-py
 """
 
 import copy

@@ -96,11 +96,11 @@ def _overrides(config: Fields) -> Callable[[str], Mapping[str, Any]]:
 _SCHEME = ("bits", "group_size", "data_type", "act_bits", "act_data_type")
 
 
-def _integers(stored_zero: int) -> Callable[[Folder, str, Fields], Matrix]:
+def _integers(stored_zero: bool) -> Callable[[Folder, str, Fields], Matrix]:
     def matrix(folder: Folder, module: str, own: Fields) -> Matrix:
         bits = own.expect("bits", None, *range(2, 9))
         own.expect("data_type", "int", "int")
-        layout = gptq.Layout(bits, gptq.group_size(own), bool(stored_zero))
+        layout = gptq.Layout(bits, gptq.group_size(own), stored_zero)
         return gptq.matrix(folder, module, layout, _KIND)
 
     return matrix
@@ -142,8 +142,8 @@ def _float8(folder: Folder, module: str, own: Fields) -> Matrix:
 
 
 _LAYOUTS: dict[str, tuple[tuple[str, ...], Callable[[Folder, str, Fields], Matrix]]] = {
-    "auto_round": (("qweight",), _integers(0)),
-    "auto_round:auto_gptq": (("qweight",), _integers(1)),
+    "auto_round": (("qweight",), _integers(False)),
+    "auto_round:auto_gptq": (("qweight",), _integers(True)),
     "auto_round:auto_awq": (("qweight",), _awq),
     "auto_round:llm_compressor": (("weight_scale",), _compressed),
     "auto_round:fp8": (("weight_scale", "weight_scale_inv"), _float8),

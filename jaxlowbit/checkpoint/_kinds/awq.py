@@ -25,7 +25,7 @@ _BITS = 4
 
 
 def configured(folder: Folder) -> tuple[Path, Mapping[str, Any]] | None:
-    """Older folders have quant_config.json alone."""
+    """Older folders have only quant_config.json."""
     path = folder.path / "quant_config.json"
     if not path.exists():
         return None

@@ -4,8 +4,8 @@ The bytes of a 4-bit `weight` hold two indices into `weight.quant_map` each, the
 high bits, over the flattened (out, in) matrix. `weight.absmax` has a scale for each block of these:
 floats or, with double quantization, indices into `weight.nested_quant_map`, times the
 `weight.nested_absmax` of a block of scales, plus an offset. An 8-bit module has `weight` and `SCB`,
-the largest magnitude of each row. The layouts are those of `QuantState.as_dict` and
-`int8_vectorwise_dequant` in bitsandbytes.
+the largest magnitude of each row. The layouts follow `QuantState.as_dict` and
+`int8_vectorwise_dequant` of bitsandbytes.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from .._scaled import scaled, scales
 METHODS = ("bitsandbytes",)
 SUMMARY = "nf4 and fp4 with and without double quantization, and int8"
 _STATE = ".quant_state.bitsandbytes__"
-# How it was quantized and what inputs were rounded to: the tensors tell what the weights are.
+# Entries that choose how to quantize and how to round inputs. The tensors determine the weights.
 _HARMLESS = """
     _load_in_4bit _load_in_8bit bnb_4bit_compute_dtype bnb_4bit_quant_storage bnb_4bit_quant_type
     bnb_4bit_use_double_quant llm_int8_enable_fp32_cpu_offload llm_int8_has_fp16_weight

@@ -135,7 +135,7 @@ def _first(folder: Folder, module: str) -> Tensor:
 
 
 def _schemes(config: Fields) -> tuple[dict[str, Scheme], list[str]]:
-    """The scheme of each target, and sentences on what is left out."""
+    """The scheme of each target, and sentences on entries without effect here."""
     groups = Fields(config.path, config.need("config_groups", "an object"))
     found: dict[str, Scheme] = {}
     sentences: list[str] = []
@@ -284,7 +284,7 @@ def matrix_of(folder: Folder, module: str, scheme: Scheme) -> tuple[Matrix, set[
 
 
 def _check_no_zero(zero: Tensor) -> Tensor:
-    """A tensor of zeros beside weights without zeros, as older versions write.
+    """A zero point of symmetric weights, all 0, which older versions write.
 
     **Raises:** `ValueError` if some are not 0.
     """

@@ -25,7 +25,7 @@ from .._warn import warn_of_file
 METHODS = ("gptq",)
 SUMMARY = "GPTQ of 2, 3, 4 and 8 bits (`gptq_p`: 2 to 8), with or without act-order"
 _BITS = {"gptq": (2, 3, 4, 8), "gptq_v2": (2, 3, 4, 8), "gptq_p": (2, 3, 4, 5, 6, 7, 8)}
-# How scales were computed, which kernels ran, and what was quantized, which the tensors tell.
+# Entries on calibration and kernels; the tensors show which modules are quantized.
 _HARMLESS = """
     act_group_aware autoround_version backend batch_size block_name_to_quantize cache_block_outputs
     damp_auto_increment damp_percent data_type dataset desc_act disable_exllama
@@ -42,13 +42,13 @@ class Layout(NamedTuple):
     """How a module is packed.
 
     - `bits`, `group_size`: -1 for one group.
-    - `stored_zero`: what the stored zeros are less than the real ones.
+    - `stored_zero`: whether zeros are stored minus one.
     - `planar`: whether values are in planes.
     """
 
     bits: int
     group_size: int
-    stored_zero: int
+    stored_zero: bool
     planar: bool = False
 
     def fields(self, words: np.ndarray, count: int) -> np.ndarray:
@@ -67,7 +67,7 @@ class Layout(NamedTuple):
 
 
 def configured(folder: Folder) -> tuple[Path, Mapping[str, Any]] | None:
-    """Older folders have quantize_config.json alone."""
+    """Older folders have only quantize_config.json."""
     path = folder.path / "quantize_config.json"
     if not path.exists():
         return None
@@ -227,7 +227,7 @@ def _warn_of_zeros(qzeros: Tensor, layout: Layout, n: int) -> None:
     """Warns of zeros that AutoGPTQ's packer may have damaged: it stores 0 as -1 in all bits."""
     if not layout.stored_zero:
         return
-    stored = layout._replace(stored_zero=0).zeros(qzeros.array(), n)
+    stored = layout._replace(stored_zero=False).zeros(qzeros.array(), n)
     if (stored == 2**layout.bits - 1).any():
         warn_of_file(
             f"{qzeros.where} has zeros of 0, which the format 'gptq' stores as -1; AutoGPTQ "

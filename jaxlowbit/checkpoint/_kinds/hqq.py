@@ -77,7 +77,7 @@ def configured(folder: Folder) -> tuple[Path, Mapping[str, Any]] | None:
 
 
 def read(folder: Folder, config: Fields) -> Found:
-    # Modules have options of their own, which may differ from those of the whole.
+    # Each module stores its options, which may differ from these.
     config.expect_rest("quant_config", "quant_method", "skip_modules")
     suffix = ".W_q"
     names = [name.removesuffix(suffix) for name in folder.tensors if name.endswith(suffix)]

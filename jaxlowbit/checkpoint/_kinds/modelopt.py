@@ -2,8 +2,8 @@
 
 A module has `weight` and `weight_scale`; of NVFP4 also `weight_scale_2`, the factor of the matrix.
 `pre_quant_scale` multiplies inputs. `weight_scale_2` of W4A8_AWQ is the range of operands in 8-bit
-floats, and no factor of weights. The tensors are those of `export_hf_checkpoint`, which writes
-its algorithm (`quant_algo`) to config.json or hf_quant_config.json (`modelopt/torch/export`).
+floats, and no factor of weights. `export_hf_checkpoint` writes these tensors, and the algorithm
+(`quant_algo`) to config.json and hf_quant_config.json (`modelopt/torch/export`).
 """
 
 from collections.abc import Callable, Mapping
@@ -24,7 +24,7 @@ from .._smoothed import smoothed
 
 METHODS = ("modelopt",)
 SUMMARY = "FP8 of tensors, channels and blocks, NVFP4, MXFP8, MXFP4, int4 (AWQ) and int8"
-# Which modules stay floats and how inputs are rounded: the tensors tell what the weights are.
+# Entries on modules that stay floats and on rounded inputs. The tensors determine the weights.
 _HARMLESS = """
     config_groups exclude_modules has_zero_point ignore kv_cache_quant_algo kv_cache_scheme
     lora_rank pre_quant_scale producer quant_method
@@ -33,7 +33,7 @@ _E8M0 = ("U8", "F8_E8M0")
 
 
 def configured(folder: Folder) -> tuple[Path, Mapping[str, Any]] | None:
-    """Older folders have hf_quant_config.json alone."""
+    """Older folders have only hf_quant_config.json."""
     path = folder.path / "hf_quant_config.json"
     if not path.exists():
         return None

@@ -19,7 +19,7 @@ from .._fields import OTHER, Fields
 from .._files import AGAIN, FLOATS, Folder
 from .._matrix import Found, Matrix
 from .._packing import Unpacked
-from .._scaled import scaled, scales
+from .._scaled import left_out, scaled, scales
 from .._smoothed import smoothed
 
 METHODS = ("torchao",)
@@ -55,13 +55,8 @@ def read(folder: Folder, config: Fields) -> Found:
             continue
         matrices.append(_READERS[entries.values["_type"]](folder, name, entries))
         unused |= {part for last in _STATIC if (part := _part(name, last)) in folder.tensors}
-    sentences = ()
-    if unused:
-        sentences = (
-            f"{path} has static scales of activations, which are left out: here activations stay "
-            "floats, or get a scale for each token.",
-        )
-    return Found(matrices, frozenset(unused), sentences)
+    sentences = (left_out(path, "static scales of activations"),)
+    return Found(matrices, frozenset(unused), sentences if unused else ())
 
 
 def _entries(folder: Folder, name: str, text: str) -> Fields | None:
@@ -72,7 +67,7 @@ def _entries(folder: Folder, name: str, text: str) -> Fields | None:
         return None
     if not isinstance(found, dict) or found.get("_type") in (None, "Tensor"):
         return None
-    if found["_type"] not in _READERS:
+    if not isinstance(found["_type"], str) or found["_type"] not in _READERS:
         raise ValueError(
             f"{folder.path}: {name!r} is a {brief(found['_type'])} of torchao, but "
             f"{', '.join(_READERS)} are read; {OTHER}."
@@ -150,10 +145,13 @@ def _int4(folder: Folder, name: str, entries: Fields) -> Matrix:
         raise ValueError(f"{weight.where} has shape {weight.shape}, but a matrix is read; {OTHER}.")
     n, k = weight.shape[0], 2 * weight.shape[1]
     weight.check(("I8", "U8"), (n, k // 2))
-    if k % size:
-        raise ValueError(f"{weight.where} has {k} inputs in groups of {size}; {AGAIN}.")
-    scale.check(FLOATS, (k // size, n))
-    zero.check(FLOATS, (k // size, n))
+    if size % 16 and size < k:
+        raise ValueError(
+            f"{weight.where} has groups of {size} inputs, but groups are multiples of 16 here; "
+            f"{OTHER}."
+        )
+    scale.check(FLOATS, (-(-k // size), n))
+    zero.check(FLOATS, (-(-k // size), n))
 
     def unpack(start: int, stop: int) -> Unpacked:
         values = _bits.nibbles(weight.array()[start:stop].view(np.uint8)) ^ np.uint8(8)
@@ -163,7 +161,7 @@ def _int4(folder: Folder, name: str, entries: Fields) -> Matrix:
         )
         return Unpacked(values, own, floats - 8 * own)
 
-    format = Format(4, -1 if size == k else size, zero="float")
+    format = Format(4, size if size < k else -1, zero="float")
     found = Matrix(name, "torchao int4", (weight, scale, zero), (n, k), format, unpack)
     return smoothed(found, folder.tensors.get(_part(name, "act_pre_scale")))
 
