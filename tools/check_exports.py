@@ -3,21 +3,20 @@
     python tools/check_exports.py transformers FOLDER LOGITS.npy TOKENS...
     python tools/check_exports.py llama_cpp FILE.gguf TOKENS...
 
-The first needs transformers and compressed-tensors. It compares dequantized weights, bit for bit
-with those of the tensors in the folder, and logits with those of a file (batch 1, length,
-vocabulary) in float32. The second needs llama-cpp-python, and prints twelve greedy tokens.
+The first needs transformers and compressed-tensors. It compares logits with those of a file (batch
+1, length, vocabulary), in float32. The second needs llama-cpp-python, and prints twelve greedy tokens.
 """
 
+import importlib
 import sys
 from pathlib import Path
 
+import numpy as np
+
 
 def check_transformers(folder: str, logits: str, tokens: list[int]) -> None:
-    import numpy as np
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    torch, transformers = map(importlib.import_module, ("torch", "transformers"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         found = model(torch.tensor([tokens])).logits.numpy()
     expected = np.load(logits)
@@ -28,9 +27,7 @@ def check_transformers(folder: str, logits: str, tokens: list[int]) -> None:
 
 
 def check_llama_cpp(file: str, tokens: list[int]) -> None:
-    import llama_cpp
-
-    model = llama_cpp.Llama(file, n_ctx=512, verbose=False, n_threads=2)
+    model = importlib.import_module("llama_cpp").Llama(file, n_ctx=512, verbose=False, n_threads=2)
     found: list[int] = []
     for token in model.generate(tokens, temp=0.0, top_k=1, repeat_penalty=1.0):
         if len(found) == 12 or token == model.token_eos():

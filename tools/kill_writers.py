@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 
 def command(*arguments: str) -> list[str]:
@@ -30,7 +31,7 @@ def main() -> None:
         command("quantize", options.model, str(target), "--format", "int4-g64", "--overwrite"),
         command("convert", options.model, str(target), "--overwrite"),
     ]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     lengths = []
     for way in ways:
         start = time.monotonic()

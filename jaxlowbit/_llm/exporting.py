@@ -65,7 +65,7 @@ def _write_gguf(
 ) -> None:
     names = ARCHITECTURES[config.architecture].gguf
     assert names is not None  # of a model from a GGUF file
-    theirs = {ours: name for name, ours in reversed(names.tensors.items())}
+    theirs = {ours: name for name, ours in reversed([*names.tensors.items()])}
     scaling = config.rope_scaling
     if scaling is not None and scaling.kind == "longrope":
         raise ValueError("export: tensors of the rotation longrope are not written; keep the file.")
@@ -155,7 +155,7 @@ def _compressed(
     """The tensors of a folder; adds the quantization to its config.json."""
     names = ARCHITECTURES[config.architecture].huggingface
     assert names is not None  # of a model from a Hugging Face folder
-    theirs = {ours: name for name, ours in reversed(names.tensors.items())}
+    theirs = {ours: name for name, ours in reversed([*names.tensors.items()])}
     matrices, floats, found = {}, [], {}
     for ours, weight in weights.items():
         own = _numbered(ours, theirs)

@@ -216,12 +216,13 @@ def _tokenizer_of(path: Path) -> Tokenizer | None:
 def _config_of(path: Path) -> Config:
     found = read_json(path)["quantization_config"]
     fields = found.get("decoder")
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path}: 'quantization_config' lacks 'decoder', an object; {AGAIN}.")
     known = {field.name for field in dataclasses.fields(Config)}
-    if not isinstance(fields, dict) or (unknown := sorted(fields.keys() - known)):
-        reason = f"has the entry {unknown[0]!r}" if isinstance(fields, dict) else "is missing"
+    if unknown := sorted(fields.keys() - known):
         raise ValueError(
-            f"{path}: 'decoder' of 'quantization_config' {reason}, which this library does not "
-            f"know; use the library that wrote it, or {AGAIN}."
+            f"{path}: 'decoder' has the entry {unknown[0]!r}, which this library does not know; "
+            f"use the library that wrote it, or {AGAIN}."
         )
     try:
         return Config(**{name: _value(value) for name, value in fields.items()})

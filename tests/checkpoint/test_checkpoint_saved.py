@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -258,7 +259,7 @@ def test_blocks_have_the_same_weights(name):
     import gguf
 
     format = ggml_types.TYPES[name].format if name == "IQ4_NL" else name
-    narrow = {} if name in ("mxfp4", "nvfp4") else {"scale_dtype": jnp.float16}
+    narrow: Any = {} if name in ("mxfp4", "nvfp4") else {"scale_dtype": jnp.float16}
     array = quantize(WEIGHT, format, **narrow)
     kind, data, unit = ggml_blocks.blocks_of(array)
     assert kind == FORMATS.get(name, name)
@@ -271,11 +272,11 @@ def same_weights(found, model):
     assert found.config.replace(norm_offset=0.0) == model.config.replace(norm_offset=0.0)
     expected = weights_of(model.decoder)[1]
     for name, own in weights_of(found.decoder)[1].items():
-        pair = (
-            x.dequantize(jnp.float32) if isinstance(x, QuantizedArray) else x
+        floats = [
+            np.asarray(x.dequantize(jnp.float32) if isinstance(x, QuantizedArray) else x)
             for x in (own, expected[name])
-        )
-        np.testing.assert_array_equal(*pair)
+        ]
+        np.testing.assert_array_equal(floats[0], floats[1])
 
 
 def test_exports_have_the_same_weights(files, tmp_path):

@@ -73,13 +73,13 @@ def test_longer_conversations_have_the_long_factors(read):
     scaling = RopeScaling("longrope", 2.0, 256, factors=(1.0,) * 4, long_factors=(2.0,) * 4)
     one = model("granite", context=512, rope_scaling=scaling)
     session, history = Session(one), 4 * LONG
-    for count in (60, 9, 9):
+    for count in (60, 9):
         del read[:]
         found = session.generate(history, max_new_tokens=count)
         want = generate(one, history, max_new_tokens=count)
         assert found._replace(tokens_per_second=0) == want._replace(tokens_per_second=0)
-        assert read[0] == (len(SHORT) if len(history) > 290 else len(history))
-        history += found.tokens + (LONG if count == 60 else SHORT)
+        assert sum(read) == 2 * len(history)
+        history += found.tokens + LONG
 
 
 @pytest.mark.parametrize("end", ["close", "throw", "replace", "stop", "never"])
