@@ -4,7 +4,8 @@
     python tools/check_exports.py llama_cpp FILE.gguf TOKENS...
 
 The first needs transformers and compressed-tensors. It compares logits with those of a file (batch
-1, length, vocabulary), in float32. The second needs llama-cpp-python, and prints twelve greedy tokens.
+1, length, vocabulary), in float32. The second needs llama-cpp-python; it prints
+twelve greedy tokens.
 """
 
 import importlib

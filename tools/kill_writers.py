@@ -20,7 +20,7 @@ def command(*arguments: str) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description="Kills writers of models at random moments.")
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument("--times", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
