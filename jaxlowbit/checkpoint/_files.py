@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from .._core.checks import brief
+
 AGAIN = "fetch the folder again"
 _POINTER = b"version https://git-lfs.github.com/spec/"
 FLOATS = ("F32", "F16", "BF16")
@@ -130,6 +132,8 @@ def read_json(path: Path) -> dict[str, Any]:
             f"{path} is missing, but the folder of a Hugging Face model has it; {AGAIN}, or name "
             "such a folder or a .gguf file."
         ) from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}); {AGAIN}.") from None
     except (ValueError, RecursionError) as error:  # of JSON and of UTF-8
         raise ValueError(f"{path} is no JSON ({error}); {AGAIN}.") from None
     if not isinstance(found, dict):
@@ -175,9 +179,9 @@ def _read_shards(path: Path, index: Path) -> tuple[dict[str, Tensor], dict[str, 
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(x, str) for x in places.values()):
         raise ValueError(f"{index} has no 'weight_map' of tensors to files; {AGAIN}.")
-    if outside := [x for x in places.values() if Path(x).name != x or x == ".."]:
+    if outside := [x for x in places.values() if not _is_file_name(x)]:
         raise ValueError(
-            f"{index} names the file {outside[0]!r}, but shards lie beside it; {AGAIN}."
+            f"{index} names the file {brief(outside[0])}, but shards lie beside it; {AGAIN}."
         )
     found: dict[str, Tensor] = {}
     metadata: dict[str, str] = {}
@@ -196,6 +200,12 @@ def _read_shards(path: Path, index: Path) -> tuple[dict[str, Tensor], dict[str, 
                 f"{index} has tensor {name!r} in {file}, but that file is without it; {AGAIN}."
             )
     return found, metadata
+
+
+def _is_file_name(text: str) -> bool:
+    """Whether a text is the name of a file of the same folder, not a path."""
+    size = len(text.encode(errors="surrogatepass"))
+    return Path(text).name == text and text != ".." and size < 256 and "\0" not in text
 
 
 def _read_file(path: Path) -> tuple[list[Tensor], dict[str, str]]:

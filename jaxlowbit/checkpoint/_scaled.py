@@ -58,27 +58,17 @@ def scaled(
 
     **Raises:** `ValueError` for other types and shapes.
     """
-    if len(weight.shape) != 2 or weight.kind not in (*CODEBOOKS, "I8"):
-        raise ValueError(
-            f"{weight.where} is {weight.kind} of shape {weight.shape}, but it is a matrix of "
-            f"{', '.join((*CODEBOOKS, 'I8'))}; {AGAIN}."
-        )
-    n, k = weight.shape
+    n, k = _sizes_of_bytes(weight)
     rows, size = n if rows == -1 else rows, k if columns == -1 else columns
     blocks = (-(-n // max(rows, 1)), -(-k // max(size, 1)))
     shapes = (blocks, *([(blocks[0],)] if blocks[1] == 1 else []))
     shapes = (*shapes, *([(), (1,)] if blocks == (1, 1) else []))
-    scale.check((*FLOATS, "F8_E8M0", "U8"), *shapes)
+    scale.check(FLOATS if zero is not None else (*FLOATS, "F8_E8M0", "U8"), *shapes)
     if zero is not None:
         zero.check(("I8",), *shapes)
     codebook = CODEBOOKS.get(weight.kind)
     narrow = "e8m0" if scale.kind in ("F8_E8M0", "U8") and convert is None else None
-    group = size if size < k else -1
-    if group != -1 and group % 16:
-        raise ValueError(
-            f"{weight.where} has groups of {group} inputs, but groups are multiples of 16 here; "
-            f"{OTHER}."
-        )
+    group = _group(weight, size, k)
     format = Format(bits, group, zero="none" if zero is None else "integer", codebook=codebook)
 
     def unpack(start: int, stop: int) -> Unpacked:
@@ -187,6 +177,28 @@ def number(tensor: Tensor) -> float:
     if not np.isfinite(found) or found <= 0:
         raise ValueError(f"{tensor.where} is {found}, but it is a positive number; {AGAIN}.")
     return found
+
+
+def _sizes_of_bytes(weight: Tensor) -> tuple[int, int]:
+    """The sizes of a matrix of bytes."""
+    if len(weight.shape) != 2 or 0 in weight.shape or weight.kind not in (*CODEBOOKS, "I8"):
+        raise ValueError(
+            f"{weight.where} is {weight.kind} of shape {weight.shape}, but it is a matrix of "
+            f"{', '.join((*CODEBOOKS, 'I8'))}; {AGAIN}."
+        )
+    return weight.shape[0], weight.shape[1]
+
+
+def _group(weight: Tensor, size: int, k: int) -> int:
+    """The group size of a format for groups of so many of k inputs."""
+    if size >= k:
+        return -1
+    if size % 16:
+        raise ValueError(
+            f"{weight.where} has groups of {size} inputs, but groups are multiples of 16 here; "
+            f"{OTHER}."
+        )
+    return size
 
 
 def _unsigned(values: np.ndarray, bits: int, what: str) -> np.ndarray:

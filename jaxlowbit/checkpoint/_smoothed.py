@@ -30,5 +30,6 @@ def smoothed(matrix: Matrix, factors: Tensor | None) -> Matrix:
         tensors=(*matrix.tensors, factors),
         format=None,
         floats=floats,
+        activation_dtype=None,  # the library rounds products of inputs and factors
         reason=f"{factors.name!r} multiplies each of its inputs",
     )

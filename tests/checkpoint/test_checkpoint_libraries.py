@@ -25,7 +25,7 @@ INEXACT += ("modelopt-int4-awq", "modelopt-w4a8-awq", "modelopt-int8-smoothquant
 # Packing compiles programs for each format and shape, so that only some folders are packed.
 PACKED = ("bitsandbytes-nf4-double", "hqq-3bit", "mlx-stack", "mlx-nvfp4", "modelopt-nvfp4")
 PACKED += ("mxfp4-gpt-oss", "torchao-int3-asymmetric")
-pytestmark = pytest.mark.filterwarnings("ignore:.*has static scales of activations")
+pytestmark = pytest.mark.filterwarnings("ignore:.* left out. here they are floats")
 
 
 def expected_of(name):
@@ -92,3 +92,18 @@ def test_other_tensors_keep_their_names():
 def test_static_scales_of_activations_are_said_to_be_left_out():
     with pytest.warns(UserWarning, match=re.escape("modelopt-fp8") + ".*static scales"):
         checkpoint.load(ROOT / "modelopt-fp8")
+
+
+def test_dtypes_of_inputs_with_a_scale_for_each_token_are_known():
+    found = {
+        name: dtype
+        for name in FOLDERS
+        for matrix in open_folder(ROOT / name).matrices.values()
+        if (dtype := matrix.activation_dtype) is not None
+    }
+    assert found == {"modelopt-fp8-channel": jnp.float8_e4m3fn, "torchao-int8-dynamic": jnp.int8}
+
+
+def test_other_rounding_of_inputs_is_said_to_be_left_out():
+    with pytest.warns(UserWarning, match=r"torchao-int4-dynamic has activations .* left out"):
+        checkpoint.load(ROOT / "torchao-int4-dynamic")

@@ -38,6 +38,8 @@ def logits(model: llm.LanguageModel) -> np.ndarray:
     [
         ("llama_gptq", {}, 1e-4),  # in an order by activation that differs between matrices
         ("llama_w4a16", {}, 2**-8),  # transformers rounds weights to bfloat16
+        ("llama_nf4", {}, 1e-4),
+        ("llama_torchao", {}, 1e-4),
         # The library's steps of 8 bits are 127.5 to the largest input, ours 127.
         ("llama_w8a8", {"lhs_qtype": "file"}, 2**-4),
     ],

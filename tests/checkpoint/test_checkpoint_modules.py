@@ -36,7 +36,7 @@ FOLDERS = (
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_weights_are_what_the_library_dequantizes_to(folder):
-    """In float32, rounded to the dtype in which the library computes.
+    """In float32, rounded to the library's dtype.
 
     test_checkpoint_libraries.py compares them after packing.
     """
@@ -75,7 +75,7 @@ def test_activation_schemes_are_known():
 
 
 def test_symmetric_checkpoints_have_no_zeros():
-    """Stored zeros of 2^(bits - 1) are those of a format without zeros."""
+    """A format without zeros represents zeros of 2^(bits - 1)."""
     for folder, name in (("gptq", "w4"), ("gptq_p", "w6"), ("awq_gemm", "sym")):
         format = open_folder(DATA / folder).matrices[f"m.{name}.weight"].format
         assert format is not None and format.zero == "none", name
@@ -137,4 +137,51 @@ def test_group_of_each_input_that_makes_no_groups_raises(tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     shutil.copy(DATA / "gptq/config.json", tmp_path)
     with pytest.raises(ValueError, match=r"tensor 'm\.w4\.g_idx': .*group 0 .* has 64 rows"):
+        checkpoint.load(tmp_path)
+
+
+NAMES = {"m.w4.qweight": "a.safetensors", "m.w4.qzeros": "b.safetensors"}
+
+
+@pytest.mark.parametrize(
+    ("places", "sentence"),
+    [
+        (NAMES | {"m.w4.qzeros": "../b.safetensors"}, r"names the file '\.\./b\.safetensors', but"),
+        (NAMES | {"m.w4.qzeros": "/etc/passwd"}, "names the file '/etc/passwd', but shards lie"),
+        (NAMES | {"m.w4.qzeros": ".."}, r"names the file '\.\.', but shards lie"),
+        (NAMES | {"m.w4.qzeros": "x" * 300}, "names the file of class str, but shards lie"),
+        (NAMES | {"m.w4.qzeros": "\0"}, r"names the file '\\x00', but shards lie"),
+        (NAMES | {"m.w4.qzeros": "c.safetensors"}, r"c\.safetensors is missing"),
+        (NAMES | {"m.w4.qzeros": 3}, "has no 'weight_map' of tensors to files"),
+        ([], "has no 'weight_map' of tensors to files"),
+        (
+            NAMES | {"m.w4.scales": "a.safetensors"},
+            "has tensor 'm.w4.scales' in a.safetensors",
+        ),
+        (
+            NAMES | {"m.w4.qzeros": "a.safetensors"},
+            "has tensor 'm.w4.qzeros' in a.safetensors",
+        ),
+        (NAMES | {"m.w4.g_idx": "c"}, "c is missing"),
+        (NAMES, "'m.w4.scales' is missing, but 'm.w4' needs it"),
+        (NAMES | {"m.w3.qweight": "twice.safetensors"}, r"'m\.w4\.qweight' is also in a\.safetens"),
+    ],
+)
+def test_indices_that_name_other_files_or_tensors_raise(places, sentence, tmp_path):
+    tensors = {x.name: np.array(x.array()) for x in _read_file(DATA / "gptq/model.safetensors")[0]}
+    for name, file in NAMES.items():
+        save_file({name: tensors[name]}, tmp_path / file)
+    both = {name: tensors[name] for name in ("m.w4.qweight", "m.w3.qweight")}
+    save_file(both, tmp_path / "twice.safetensors")
+    shutil.copy(DATA / "gptq/config.json", tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": places}))
+    with pytest.raises(ValueError, match=sentence) as raised:
+        open_folder(tmp_path)
+    assert str(tmp_path) in str(raised.value)
+
+
+def test_files_that_are_folders_raise(tmp_path):
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(ValueError, match=r"config\.json cannot be read"):
         checkpoint.load(tmp_path)

@@ -140,7 +140,7 @@ def _int4(folder: Folder, module: str, config: Fields) -> Matrix:
 
 _float8 = partial(_bytes, "float8", "F8_E4M3", FLOATS)
 _READERS = {
-    "FP8": _float8(-1, -1, jnp.float8_e4m3fn),
+    "FP8": _float8(-1, -1, None),
     "FP8_PER_CHANNEL_PER_TOKEN": _float8(1, -1, jnp.float8_e4m3fn),
     "fp8_pb_wo": _float8(128, 128, None),
     "MXFP8": _bytes("MXFP8", "F8_E4M3", _E8M0, 1, 32, None),
@@ -152,5 +152,5 @@ _READERS = {
     "W4A16_AWQ": _int4,
     "W4A8_AWQ": _int4,
     "W8A16": _bytes("int8", "I8", FLOATS, 1, -1, None),
-    "W8A8_SQ_PER_CHANNEL": _bytes("int8", "I8", FLOATS, 1, -1, jnp.int8),
+    "W8A8_SQ_PER_CHANNEL": _bytes("int8", "I8", FLOATS, 1, -1, None),
 }

@@ -49,14 +49,18 @@ def read(folder: Folder, config: Fields) -> Found:
         )
     matrices: list[Matrix] = []
     unused: set[str] = set()
+    others = False
     for name, text in folder.metadata.items():
         entries = _entries(folder, name, text)
         if entries is None:
             continue
         matrices.append(_READERS[entries.values["_type"]](folder, name, entries))
+        data = entries.inner("_data").values
+        if data.get("act_quant_kwargs") or data.get("activation_quantization"):
+            others |= matrices[-1].activation_dtype is None
         unused |= {part for last in _STATIC if (part := _part(name, last)) in folder.tensors}
-    sentences = (left_out(path, "static scales of activations"),)
-    return Found(matrices, frozenset(unused), sentences if unused else ())
+    sentences = (left_out(path, "activations with static scales, zeros or other groups"),)
+    return Found(matrices, frozenset(unused), sentences if unused or others else ())
 
 
 def _entries(folder: Folder, name: str, text: str) -> Fields | None:
@@ -80,7 +84,7 @@ def _entries(folder: Folder, name: str, text: str) -> Fields | None:
 def _int8(folder: Folder, name: str, entries: Fields) -> Matrix:
     data = entries.inner("_data")
     rows, columns = _block(data)
-    inputs = jnp.int8 if data.inner("act_quant_kwargs").values else None
+    inputs = _inputs(data, jnp.int8)
     data.expect_rest(*_HARMLESS.split())
     return _integers(folder, name, rows, columns, 8, inputs)
 
@@ -89,16 +93,15 @@ def _intx(folder: Folder, name: str, entries: Fields) -> Matrix:
     data = entries.inner("_data")
     rows, columns = _block(data)
     bits = _BITS[data.inner("target_dtype").expect("_data", None, *_BITS)]
-    inputs = data.get("activation_quantization", "a string")
     data.expect("activation_quantization", None, None, "int8_asym_per_token")
     data.expect_rest(*_HARMLESS.split())
-    return _integers(folder, name, rows, columns, bits, None if inputs is None else jnp.int8)
+    return _integers(folder, name, rows, columns, bits, None)
 
 
 def _float8(folder: Folder, name: str, entries: Fields) -> Matrix:
     data = entries.inner("_data")
     rows, columns = _block(data)
-    inputs = jnp.float8_e4m3fn if data.inner("act_quant_kwargs").values else None
+    inputs = _inputs(data, jnp.float8_e4m3fn)
     data.expect_rest(*_HARMLESS.split())
     weight, scale = (folder.need(_part(name, last), name) for last in ("qdata", "scale"))
     weight.check(("F8_E4M3", "F8_E5M2"), weight.shape)
@@ -106,6 +109,14 @@ def _float8(folder: Folder, name: str, entries: Fields) -> Matrix:
         name, "torchao float8", weight, scale, rows=rows, columns=columns, activation_dtype=inputs
     )
     return smoothed(found, folder.tensors.get(_part(name, "act_pre_scale")))
+
+
+def _inputs(data: Fields, dtype: Any) -> Any:
+    """The dtype of inputs with a scale for each token; None for floats and for other scales."""
+    own = data.inner("act_quant_kwargs").inner("_data")
+    per_token = own.inner("granularity").get("_type", "a string") == "PerRow"
+    mapping = own.inner("mapping_type").get("_data", "a string", "SYMMETRIC")
+    return dtype if per_token and mapping == "SYMMETRIC" else None
 
 
 def _integers(
