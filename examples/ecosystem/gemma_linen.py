@@ -1,4 +1,4 @@
-"""gemma: Gemma 3 in Linen, its embeddings and the tied head included."""
+"""gemma: Gemma 3 in Linen, including its embeddings and the tied head."""
 
 import dataclasses
 
@@ -28,7 +28,7 @@ class Tiny(gm.nn.Gemma3_270M):
 module = Tiny(tokens="batch.input")
 variables = common.randomized(module.init(jax.random.key(0), common.IDS))
 wanted = module.apply(variables, common.IDS).logits
-# A lone INT8 would keep the table: this rule matches it too.
+# A single INT8 would keep the table in floats; this rule matches it too.
 model, variables, report = quantize_model(module, variables, {"": INT8}, common.IDS)
 found = jax.jit(model.apply)(variables, common.IDS).logits
 common.check("gemma", "Gemma 3", found, wanted, report.coverage)

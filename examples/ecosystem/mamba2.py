@@ -1,4 +1,4 @@
-"""mamba2-jax: Mamba 2 in NNX, whose head is the table of its `nnx.Embed`, transposed."""
+"""mamba2-jax: Mamba 2 in NNX; its head is the transposed table of its `nnx.Embed`."""
 
 from typing import Any
 
@@ -19,6 +19,6 @@ def logits(model: Any) -> jax.Array:
 config = Mamba2Config(vocab_size=common.VOCABULARY, hidden_size=256, num_hidden_layers=2)
 model = Mamba2ForCausalLM(config, rngs=nnx.Rngs(0))
 wanted = logits(model)
-# A lone INT8 would keep the table: this rule matches it too.
+# A single INT8 would keep the table in floats; this rule matches it too.
 report = quantize_model(model, {"": INT8})
 common.check("mamba2-jax", "Mamba 2", logits(model), wanted, report.coverage)

@@ -1,4 +1,4 @@
-"""MaxText: its Llama 2 decoder in NNX, made of its `DenseGeneral` and `Embed`."""
+"""MaxText: its Llama 2 decoder in NNX, with its `DenseGeneral` and `Embed`."""
 
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,6 @@ mesh = jax.sharding.Mesh(maxtext_utils.create_device_mesh(config), config.mesh_a
 with mesh:
     model = models.Transformer(config, mesh, quant=None, rngs=nnx.Rngs(0))
     wanted = logits(model)
-    # A lone INT8 would keep embeddings and heads: this rule matches them too.
+    # A single INT8 would keep embeddings and heads in floats; this rule matches them too.
     report = quantize_model(model, {"": INT8})
     common.check("maxtext", "Llama 2", logits(model), wanted, report.coverage)

@@ -1,4 +1,4 @@
-"""transformers: BERT in Flax, whose head is tied to its embeddings by `.apply`."""
+"""transformers: BERT in Flax, with a head tied to its embeddings by `.apply`."""
 
 import transformers_models
 from transformers import BertConfig, FlaxBertForMaskedLM

@@ -1,4 +1,4 @@
-"""transformers: Llama in Flax, called and generating."""
+"""transformers: Llama in Flax, with calls and generation."""
 
 import transformers_models
 from transformers import FlaxLlamaForCausalLM, LlamaConfig

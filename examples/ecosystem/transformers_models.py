@@ -1,4 +1,4 @@
-"""What the scripts of transformers share: its Flax models are called alike."""
+"""Shared by the scripts for transformers, whose Flax models have the same interface."""
 
 from typing import Any
 
@@ -18,10 +18,10 @@ SIZES = {
 
 
 def check(name: str, model: Any, inputs: jax.Array = common.IDS) -> None:
-    """Quantizes a model, and holds its logits, and what it generates, to itself in floats."""
+    """Quantizes a model, and compares its logits and generated tokens with the float model."""
     model.params = common.randomized(model.params)
     wanted = model(inputs).logits
-    # A lone INT8 would keep embeddings and heads: this rule matches them too.
+    # A single INT8 would keep embeddings and heads in floats; this rule matches them too.
     report = quantize_pretrained(model, {"": INT8}, inputs)
     found = jax.jit(lambda params: model(inputs, params=params).logits)(model.params)
     common.check("transformers", name, found, wanted, report.coverage)

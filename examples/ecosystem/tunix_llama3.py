@@ -1,4 +1,4 @@
-"""google-tunix: Llama 3 with a tied head, which is `Embedder.decode`."""
+"""google-tunix: Llama 3 with a tied head, `Embedder.decode`."""
 
 import common
 import tunix_models

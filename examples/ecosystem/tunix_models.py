@@ -1,4 +1,4 @@
-"""What the scripts of google-tunix share: its models are called alike."""
+"""Shared by the scripts for google-tunix, whose models have the same interface."""
 
 from typing import Any
 
@@ -21,10 +21,10 @@ MASK = jnp.tril(jnp.ones((common.SEQUENCES, common.LENGTH, common.LENGTH), bool)
 
 
 def check(name: str, model: Any, **kwargs: Any) -> None:
-    """Quantizes a model, and holds it to itself in floats."""
+    """Quantizes a model, and compares it with the float model."""
     nnx.update(model, common.randomized(nnx.state(model, nnx.Param)))
     wanted = logits(model)
-    # A lone INT8 would keep embeddings and heads: this rule matches them too.
+    # A single INT8 would keep embeddings and heads in floats; this rule matches them too.
     report = quantize_model(model, {"": INT8}, **kwargs)
     common.check("google-tunix", name, logits(model), wanted, report.coverage)
 

@@ -1,4 +1,4 @@
-"""google-tunix: Qwen 3 with experts, which are raw parameters of its `MoELayer`."""
+"""google-tunix: Qwen 3 with experts, raw parameters of its `MoELayer`."""
 
 import common
 import tunix_models
@@ -14,5 +14,5 @@ config = qwen3.ModelConfig(
     num_experts=4,
     num_experts_per_tok=2,
 )
-# A small error in a router sends a token to other experts.
+# A small error in a router would send a token to other experts.
 tunix_models.check("Qwen 3 MoE", qwen3.Qwen3(config, rngs=nnx.Rngs(0)), keep="router")

@@ -48,7 +48,7 @@ def add_block(
     - `attended`, `residual`: the place of (1, m, a) and the array (1, m, d).
     - `read`: returns the arrays of a weight in the backend's form.
     - `values`: None, or the 8-bit dtype that rows are rounded to before each product.
-    - `parts`: the dtype of the output and down projections, if it differs from that of `residual`.
+    - `parts`: the dtype of the output and down projections, if it differs from `residual`.
     """
     out, gate_up, down, *following = weights
     shape, dtype = residual.shape, residual.dtype

@@ -280,7 +280,7 @@ NO_CODEBOOK = "its kernels read integers, the format has a codebook"
 
 
 def unsupported_lhs(dtype: Any) -> str:
-    """The error for an lhs whose dtype kernels do not read."""
+    """The error for an lhs with a dtype that kernels do not support."""
     return f"its kernels take lhs of {one_of(FLOATS)}, this one is {dtype}"
 
 

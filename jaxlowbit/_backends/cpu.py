@@ -50,7 +50,7 @@ def matmul(problem: Problem, *operands: Array) -> Array:
 
 
 MOST_ROWS_BESIDE_AMX = 1
-"""Maximum rows of int8 for which AMX, with the values in bfloat16, is not faster."""
+"""Maximum M with int8 as fast as AMX on the values in bfloat16."""
 
 
 def unsupported_activations(values: jnp.dtype, rows: int, format: Format) -> str | None:
@@ -90,8 +90,7 @@ def block(
     activation: str,
     epsilon: float,
 ) -> tuple[Array, ...]:
-    """`cuda_calls.block` as one CPU custom call, in which all threads compute each product
-    together."""
+    """`cuda_calls.block` as one CPU custom call; all threads share each product."""
     rows, m = attended.shape[:-1], math.prod(attended.shape[:-1])
     block = call.Call("quantized_block")
     lhs, residual = call.apart(

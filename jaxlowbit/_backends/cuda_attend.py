@@ -14,13 +14,14 @@ from .extension import ffi
 from .target import local_gpus
 
 _DTYPES = (jnp.bfloat16, jnp.float16)
-# The kernel divides the slots into as many splits as fit the workspace, but never more than by
-# these limits: a split has at least this many slots, and this many CTAs fill any GPU.
+# The kernel divides the slots into as many splits as fit the workspace. Its size follows from the
+# minimum slots per split, the maximum splits, the splits allowed for any batch, and the number of
+# CTAs that fills any GPU.
 _MIN_SLOTS, _MAX_SPLITS, _FEW_SPLITS, _MAX_CTAS = 32, 64, 4, 512
 
 
 def unsupported(dtype: jnp.dtype, *, heads: int, kv_heads: int, head_size: int) -> str | None:
-    """Returns None if this build's kernel supports this attention on these GPUs, else why not."""
+    """Returns None if this build's kernel supports the attention on these GPUs, else a reason."""
     if reason := extension.unavailable("cuda"):
         return reason
     if dtype not in _DTYPES:
@@ -100,7 +101,7 @@ def attend(operands: Operands, options: Options) -> tuple[Array, Array, Array]:
     return call.apart(out)[0], keys, values
 
 
-# --- for calls that attend first ------------------------------------------------------------------
+# --- calls that begin with attention --------------------------------------------------------------
 
 ALIASES = {7: 1, 8: 2}  # the cache
 

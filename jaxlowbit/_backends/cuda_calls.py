@@ -255,7 +255,7 @@ def normalized(
 ) -> tuple[Array, ...]:
     """`residual + addend`, and products of its normalized rows, as one CUDA custom call.
 
-    With an activation, the weights are those of an MLP: gate and up as one stack, and down.
+    With an activation, the weights form an MLP: gate and up as one stack, and down.
     """
     rows, m, dtype = residual.shape[:-1], math.prod(residual.shape[:-1]), residual.dtype
     shape = (1, m, residual.shape[-1])

@@ -69,7 +69,7 @@ def _integer_sums(multiply: Callable[..., Array], lhs: Array, weight: Array) -> 
     """The product of 8-bit integers in float32, (..., k) x (*lead, k, n), as int32.
 
     Such integers are exact at any float32 matmul precision of a platform. XLA's int8 product is not
-    used: without autotuning, that of jaxlib 0.11 gave twice the sums on an H200.
+    used: in jaxlib 0.11, without autotuning, it returned twice the sums on an H200.
     """
     multiply = functools.partial(multiply, precision=lax.Precision.DEFAULT)
     parts = -(-lhs.shape[-1] // EXACT_K)

@@ -1,4 +1,4 @@
-"""Expands scales of two levels to floats, for backends that read one scale per group.
+"""Expands two-level scales to floats, for backends that read one scale per group.
 
 XLA expands them before the product; packed words are unchanged.
 """
@@ -16,8 +16,8 @@ from .stored_rows import Product
 
 
 def of_float_scales(product: Product) -> Product:
-    """Adds support for scales of two levels to a product that lacks it. For a stack, expands those
-    of the weights selected by the index, and copies their words."""
+    """Adds support for two-level scales to a product that lacks it. For a stack with an index, it
+    expands only the scales of the selected weights, and copies their words."""
 
     @functools.wraps(product)
     def expanding(problem: Problem, *operands: Array, **options: Any) -> Array:

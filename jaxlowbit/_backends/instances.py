@@ -45,7 +45,7 @@ def of_format(format: Format, lhs: jnp.dtype, scale: jnp.dtype, capability: int)
     numbers = ffi.codebook(format.values)
     found = []
     for family, expression, ahead_of_time, *types, zero, codebook in ffi.instances(format.bits):
-        old = family.startswith("sm80")  # reads every kind of zeros, on every GPU
+        old = family.startswith("sm80")  # supports every kind of zero on every GPU
         # For small M, the product rounds bfloat16 rows itself.
         rounds = "kRounds" in expression
         if (

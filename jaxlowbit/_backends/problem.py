@@ -29,7 +29,7 @@ class Operands(NamedTuple):
     permutation: Any
 
     def present(self) -> list[Any]:
-        """The operands that are not None, in order: those of the primitive."""
+        """The operands of the primitive: all that are not None, in order."""
         return [operand for operand in self if operand is not None]
 
     @property
@@ -51,7 +51,7 @@ class Problem:
     - `columns`: the last axis of the result: n, or k of the transposed product.
     - `transposed`: whether weights multiply from the other side: the cotangent of lhs.
     - `indexed`: whether there is an index.
-    - `orders`: the number of equal parts of k with separate row orders; 0 without a permutation.
+    - `orders`: the number of equal parts of k with separate permutations; 0 without any.
     - `out_dtype`: the dtype of the result; int32 for integer sums, with an int8 lhs.
     - `accumulate_float16`: whether kernels may accumulate in float16.
     - `backend`: the requested backend, or None.
@@ -80,7 +80,7 @@ class Problem:
         return jnp.dtype("int32" if self.sums_integers else "float32")
 
     def named(self, operands: Sequence[Any]) -> Operands:
-        """The operands of this problem by name, given those that are present."""
+        """The operands of this problem by name, given the operands that are not None."""
         lhs, packed, scale, *rest = operands
         zero = None if self.format.zero == "none" else rest.pop(0)
         index = rest.pop(0) if self.indexed else None

@@ -22,7 +22,7 @@ class DeviceFacts(NamedTuple):
     compute_capability: int
     num_sms: int
     shared_bytes_per_sm: int
-    clock_mhz: int = 0  # 0 if unknown: an H200 is assumed
+    clock_mhz: int = 0  # 0 if unknown: treated as an H200
     memory_gb_per_s: int = 0  # likewise
 
 
@@ -122,10 +122,10 @@ def set_tuned(
 ) -> list[str]:
     """Sets the table of measured choices for a device whose kernels are not loaded yet.
 
-    A choice applies to its product and to fewer rows, down to the next entry or, if given, to a
-    minimum number of rows.
+    A choice applies to its product and to smaller M, down to the next entry or, if given, to a
+    minimum M.
 
-    **Returns:** for each entry the reason why it is left out, or "".
+    **Returns:** for each entry the reason for leaving it out, or "".
     """
     fields = [
         (entry[0].fields(), entry[1], entry[2] if len(entry) == 3 else 1) for entry in entries

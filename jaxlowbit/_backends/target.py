@@ -32,7 +32,8 @@ class Target:
         """The target of the module that JAX lowers in `context`."""
         exported = context.lowering_parameters.for_export
         known = platform == "cuda" and not exported and context.backend is not None
-        gpus = gpus_of(context.backend) if known else []
+        devices = context.backend.local_devices() if known else []
+        gpus = [device for device in devices if device.platform == "gpu"]
         return cls(platform, frozenset(map(compute_capability, gpus)), exported)
 
     @property
@@ -43,11 +44,6 @@ class Target:
     def is_only(self, capability: int) -> bool:
         """Whether all GPUs are known to have this compute capability, and kernels run on them."""
         return self.capabilities == {capability} and self.unfit is None
-
-
-def gpus_of(backend: Any) -> list[Any]:
-    """The GPUs of a JAX backend in this process."""
-    return [gpu for gpu in backend.local_devices() if gpu.platform == "gpu"]
 
 
 def local_gpus() -> Target:

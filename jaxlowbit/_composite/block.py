@@ -1,4 +1,4 @@
-"""`quantized_block`: a transformer's block from its attention to that of the next block."""
+"""`quantized_block`: a transformer's block from its attention to the next block's attention."""
 
 import dataclasses
 import functools
@@ -46,9 +46,9 @@ def quantized_block(
 
     with `rms_norm(x) = x / sqrt(mean(x**2) + epsilon)` over the last axis, in float32. Every
     product, sum and normalized row is rounded to the dtype of `attended`. On one NVIDIA GPU, and
-    inside `jax.shard_map`, this is one custom call, in which each kernel reads its weights before
-    the previous one has ended; with an `lhs_qtype`, only on Hopper, for bfloat16, if all
-    products run in 8 bits (`docs/activations.md`). On a CPU it is also one custom call, for every
+    inside `jax.shard_map`, this is one custom call. Each kernel reads its weights before the
+    previous one has ended. With an `lhs_qtype`, only on Hopper, for bfloat16, if all products
+    run in 8 bits (`docs/activations.md`). On a CPU it is also one custom call, for every
     dtype, if no rows are rounded. Otherwise it is a composition of separate products: elsewhere, in
     the cases listed in `quantized_matmuls`, for rows that are longer than 16384 or not a multiple
     of 8, and when differentiating.
@@ -150,7 +150,7 @@ def _is_pair(following: Any) -> bool:
 class _Block(Call):
     activation: str
     epsilon: float
-    dtype: Any  # that rows are rounded to before each product; None: not rounded
+    dtype: Any  # 8-bit dtype of rows before each product; None: not rounded
 
     def composition(self, *operands: Array) -> tuple[Array, ...]:
         (attended, residual), (out, gate_up, down, *following), norms = self.named(operands)

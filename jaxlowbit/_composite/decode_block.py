@@ -11,8 +11,8 @@ from .._matmul.call import first, unread
 
 
 def unsupported(residual: Array, weights: Sequence[QuantizedArray]) -> str | None:
-    """Returns None if `decode_block` supports these weights, else the reason. Attention has limits
-    of its own: `cuda_attend.unsupported`."""
+    """Returns None if `decode_block` supports these weights, else the reason. Attention has
+    separate limits: `cuda_attend.unsupported`."""
     target = local_gpus()
     reason = cuda_calls.unsupported_norm(residual.shape[-1])
     return reason or first(unread(target, residual, weight) for weight in weights)

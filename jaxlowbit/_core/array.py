@@ -65,8 +65,8 @@ class QuantizedArray:
     - `shards`: the number of equal parts of k and n that are padded separately (see `quantize`);
       with several, k and n above include the padding.
 
-    Inside `jax.shard_map`, an array represents the part whose words the device has, and `k`, `n`
-    and `shards` describe that part; `whole` contains those of the whole.
+    Inside `jax.shard_map`, an array represents the part with the words of this device: `k`, `n` and
+    `shards` describe that part, and `whole` describes the whole matrix.
 
     **Raises:** `ValueError` if shapes, dtypes or the version do not agree, and for an invalid
     permutation.
@@ -142,7 +142,7 @@ class QuantizedArray:
         versions.check(self.version)
 
     def check_permutation(self) -> None:
-        """Raises if the permutation is not an order of the rows. Does nothing while tracing.
+        """Raises if the permutation is not a permutation of the rows. Does nothing while tracing.
 
         **Raises:** `ValueError` with the first value that is out of range or repeated.
         """
@@ -195,7 +195,7 @@ class QuantizedArray:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """The dtype of `dequantize()`: the dtype of the scales, or bfloat16 for 8-bit scales."""
+        """The default dtype of `dequantize()`: the scales' dtype, bfloat16 for 8-bit scales."""
         return self.scale.dtype if self.format.scale is None else jnp.dtype("bfloat16")
 
     @property
@@ -357,7 +357,7 @@ class QuantizedArray:
         return arraylike.on_host(self, dtype, copy)
 
     def __jax_array__(self) -> "QuantizedArray":
-        # JAX calls this before each operator; it is not an array, so that `x @ q` comes here.
+        # JAX calls this before each operator; a result that is not an array selects `__rmatmul__`.
         return self
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
@@ -443,8 +443,8 @@ class QuantizedArray:
           have a finite number for each.
         - `shards`: as for `quantize`; scale and zero then have the groups of each part of k, one
           part after the other.
-        - `permutation`: None, or integers (..., k) or (k,), the order in which the rows of `values`
-          are stored. Groups are consecutive in that order.
+        - `permutation`: None, or integers (..., k) or (k,), the storage order of the rows of
+          `values`. Groups are consecutive in that order.
         - `g_idx`: None, or concrete integers (..., k) or (k,): the group of each row, as GPTQ's
           checkpoints with `desc_act` (`act-order`) store it. Determines the permutation: the rows
           of a group are stored consecutively, in their order in `values`; no permutation if they
@@ -453,8 +453,8 @@ class QuantizedArray:
           each matrix; with `"int8"` (..., n), the factor of each channel; or one number for all.
         - `super_scale`: None, or, with `format.scale="two_level"`, finite floats
           (..., ceil(k / 256), n), stored in float16, which multiply the integers of `scale`; with
-          float zeros a pair, the second of which multiplies the integers of `zero`. With shards,
-          those of each part of k, one part after the other.
+          float zeros a pair: the second array multiplies the integers of `zero`. With shards, they
+          have the super-blocks of each shard of k in turn.
 
         **Raises:** `ValueError` for wrong shapes or dtypes, for an invalid permutation, for groups
         in `g_idx` of another number of rows than `format.group_size` (the last group: the rest),

@@ -1,4 +1,4 @@
-"""Behavior of quantized arrays where an array is expected: conversion to floats, or an error."""
+"""Quantized arrays passed as arrays: conversion to floats, or an error."""
 
 from collections.abc import Callable
 from typing import Any
@@ -54,7 +54,7 @@ def no_operator(names: str) -> Callable[..., Any]:
 
 
 def compared(array: Any, other: Any, compare: Callable[[Any, Any], Any]) -> Any:
-    """Compares the floats of an array with those of another, packed or not."""
+    """Compares the floats of an array with another array, packed or not."""
     if isinstance(other, type(array)):
         return compare(array.dequantize(), other.dequantize())
     if isinstance(other, jax.Array | np.ndarray | np.generic | float | int):

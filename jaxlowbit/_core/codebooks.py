@@ -16,9 +16,9 @@ import numpy as np
 
 
 class Codebook(NamedTuple):
-    """The number of each quantized value, and the default group size of formats with the codebook.
+    """The entries of a codebook, and the default group size of its formats.
 
-    `dtype`: the JAX dtype whose bits the quantized values are, if there is one and it fills a byte.
+    `dtype`: the JAX dtype with these bits, if there is one and it fills a byte.
     """
 
     values: tuple[float, ...]
@@ -61,7 +61,7 @@ CODEBOOKS: Mapping[str, Codebook] = {
 
 
 EVEN = ("e2m1",)
-"""Codebooks of floats below 8 bits, which round ties to even."""
+"""Codebooks of floats below 8 bits; ties round to even."""
 
 
 def nearest(values: tuple[float, ...], even: bool = False) -> tuple[np.ndarray, np.ndarray]:

@@ -1,4 +1,4 @@
-"""Selected columns of a quantized matrix, for lookups in embedding tables."""
+"""Lookup of columns of a quantized matrix, for embedding tables."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ def take_columns(array: QuantizedArray, columns: Array, dtype: Any) -> Array:
 
     - `array`: a single matrix, not a stack.
     - `columns`: integers (...).
-    - `dtype`: the dtype of the result, to which float32 weights are rounded once.
+    - `dtype`: the dtype of the result; float32 weights are rounded to it once.
 
     **Returns:** (..., k).
     """

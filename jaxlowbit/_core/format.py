@@ -143,7 +143,7 @@ class Format:
 
     @property
     def float_dtype(self) -> Any:
-        """The dtype of 8-bit floats whose bits the quantized values are; None for other formats."""
+        """The dtype of quantized values that are 8-bit floats; None for other formats."""
         return CODEBOOKS[self.codebook].dtype if isinstance(self.codebook, str) else None
 
     @property
@@ -153,7 +153,7 @@ class Format:
 
     @property
     def scale_span(self) -> int:
-        """Number of consecutive input features whose scales must stay together: a group or a
+        """Number of consecutive input features with inseparable scales: a group or a
         super-block; -1 for all."""
         return SUPER_BLOCK if self.scale == "two_level" else self.group_size
 
@@ -203,7 +203,7 @@ class Format:
 
     @property
     def values(self) -> tuple[float, ...]:
-        """The numbers of the codebook, in the order of the quantized values; empty without one."""
+        """The entries of the codebook, in the order of the quantized values; empty without one."""
         if isinstance(self.codebook, str):
             return CODEBOOKS[self.codebook].values
         return tuple(self.codebook or ())

@@ -106,7 +106,7 @@ class Groups:
 
         - `scale`, `zero`: as `fit` returns them.
         - `values`: the values to round, such as weights that compensate errors of others; None for
-          those of the groups.
+          `self.values`.
 
         **Returns:** the quantized array.
         """

@@ -1,4 +1,4 @@
-"""Integers from callers, and the conversion of indices to positions in a stack or on an axis."""
+"""Conversion of users' integers to positions in a stack or on an axis."""
 
 from typing import Any
 

@@ -1,7 +1,7 @@
 """Packed layout, version 1: the bit order in memory, which no other Python file depends on.
 
-A (k, n) matrix is cut into 64 x 64 atoms. Inside an atom, values lie in the order in which a tensor
-core instruction (`mma` m16n8k16, `wgmma` m64k16 with the weight as register operand) holds them:
+A (k, n) matrix is cut into 64 x 64 atoms. Inside an atom, values have the register order of a
+tensor core instruction (`mma` m16n8k16, `wgmma` m64k16 with the weight as register operand):
 
     n = 16 w + 8 h + g        w: warp 0-3, h: 0-1, g: 0-7
     k = 16 s + 8 v + 2 t + e  s: step 0-3, v: 0-1, t: 0-3, e: 0-1
@@ -158,7 +158,7 @@ def unpack_group_columns(values: Array, columns: Array) -> Array:
 
 
 def rows_by_slot(values: Any, bits: int) -> Any:
-    """Values of rows (..., k), whole atoms, as shifting words slot by slot finds them.
+    """Reorders values per row (..., k), whole atoms, to the order of rows in shifted words.
 
     `bits` is 1, 2, 4 or 8. Words of an atom as (32, words / 32) hold channels by rows; slot i has
     the channels of h = i % 2. The rows of slots i, i + 2, ... side by side make the order here,
@@ -179,7 +179,7 @@ def steps_by_slot(bits: int) -> np.ndarray:
 
 
 def from_slots(slots: list[Array], bits: int) -> Array:
-    """The atom (n, k) in its own order from all its slots, (32, words / 32) each.
+    """The atom (n, k) in logical order from all its slots, (32, words / 32) each.
 
     Pairs are stacked along a new last axis, which permutes nothing.
     """
@@ -193,13 +193,13 @@ def from_slots(slots: list[Array], bits: int) -> Array:
 
 
 def channels_by_slot(values: Array) -> Array:
-    """Channels (..., 64) in the order of `pack_groups` as slots of even, then odd number hold."""
+    """Reorders channels (..., 64) from `pack_groups` to the order in even slots, then odd slots."""
     axes = values.reshape(*values.shape[:-1], 4, 8, 2)
     return _transpose(axes, "wgh", "hwg").reshape(values.shape)
 
 
 def channels_from_slots(values: Array) -> Array:
-    """Channels (..., 64) in the order of `channels_by_slot` in their own order."""
+    """Reorders channels (..., 64) from `channels_by_slot` to logical order."""
     axes = values.reshape(*values.shape[:-1], 2, 4, 8)
     return _transpose(axes, "hwg", "whg").reshape(values.shape)
 
@@ -213,7 +213,7 @@ def groups_shape(k: int, n: int, group_size: int) -> tuple[int, int, int]:
 
 
 def _position(columns: Array) -> tuple[Array, Array, Array, Array]:
-    """The block of each column, and the digits w, h and g of its place there."""
+    """The block of each column, and the digits w, h and g of its position there."""
     return columns // ATOM, columns % ATOM // 16, columns % 16 // 8, columns % 8
 
 

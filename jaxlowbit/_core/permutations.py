@@ -1,4 +1,4 @@
-"""Permutations: the order in which rows of a matrix are stored.
+"""Permutations: the storage order of the rows of a matrix.
 
 A permutation is int32 (..., k): stored row r is row `permutation[r]`, both counted from the start
 of their shard.

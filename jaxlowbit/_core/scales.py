@@ -16,7 +16,7 @@ from .codebooks import EVEN, nearest
 from .dequantize import numbers_of
 from .format import SCALES, SUPER_BLOCK, Format
 
-# Maximum number of codebook bounds to compare with one by one; more are searched.
+# Maximum number of codebook bounds to compare one by one; larger codebooks use binary search.
 _MOST_COMPARED = 15
 _E8M0, _E4M3, _INT8 = SCALES["e8m0"], SCALES["e4m3"], SCALES["int8"]
 # Smaller magnitudes count as zeros, since XLA flushes them on CPUs.
@@ -166,7 +166,7 @@ def ratio(values: Array, scale: Array) -> Array:
 
 
 def _least_step(zero: Array | None, format: Format) -> Array | float:
-    """The number of the quantized value 0, in units of the scale."""
+    """The value of quantized value 0, in units of the scale."""
     if zero is None:
         return -float(format.offset)
     return -rows_of(zero) if format.zero == "integer" else 0.0

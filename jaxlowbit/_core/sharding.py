@@ -51,7 +51,7 @@ def _check_axes(array: Any, mesh: Any, own: dict[str, Any], lead: Any) -> None:
 
 
 class Own(NamedTuple):
-    """Whether leaves belong to a single part of k: its groups, and the order of its rows."""
+    """Whether groups, and the permutation, of each part of k are separate."""
 
     groups: bool
     order: bool

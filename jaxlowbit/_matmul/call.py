@@ -1,7 +1,7 @@
 """A sequence of products and epilogues lowered to one CUDA custom call.
 
-The meaning, derivatives and partitioning of such a call are those of a composition of separate
-products. It is lowered to a custom call only for a single device.
+Such a call has the values, derivatives and partitioning of a composition of separate products. It
+is lowered to a custom call only for a single device.
 """
 
 import dataclasses

@@ -80,12 +80,12 @@ def integer_matmul(lhs: Any, rhs: QuantizedArray, *, out_sharding: Sharding | No
 
 
 def max_k(format: Format) -> int:
-    """The largest k for which sums of products of int8 and a weight's integers fit int32."""
+    """The largest k with sums of products of int8 and a weight's integers that fit int32."""
     return (2**31 - 1) // (_LARGEST * format.max_integer)
 
 
 def _check_integers(caller: str, rhs: QuantizedArray) -> None:
-    """Raises for weights that are not integers times one scale, and for a k that is too large."""
+    """Raises for weights that are not integers times one scale, and for a k above the maximum."""
     format, why = rhs.format, None
     if format.codebook is not None:
         why = "stands for the numbers of a codebook"

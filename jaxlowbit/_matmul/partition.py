@@ -112,7 +112,7 @@ def _partition(problem: Problem, mesh: Any, args: Any, result: Any) -> Any:
         rows[: len(stack)] = stack
     lead = rows[: len(ops.lead)]
     whole_n = not n_axes or problem.columns % (ATOM * size(n_axes)) == 0
-    # A row order that crosses devices applies to the whole lhs.
+    # A permutation that crosses devices applies to the whole lhs.
     own_order = problem.orders % size(k_axes) == 0
     whole_k = own_order and k % (ATOM * size(k_axes)) == 0
     shard_k = ops.packed.shape[-2] // size(k_axes) * ATOM

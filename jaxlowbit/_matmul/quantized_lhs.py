@@ -1,8 +1,8 @@
 """Products of quantized activations.
 
 They are compositions of a product and token scales. For large M on Hopper, and on CPUs with VNNI,
-they are one custom call, which multiplies in 8 bits. On Hopper that call also quantizes float
-activations; for small M, to values that it multiplies as bfloat16.
+they are one custom call with 8-bit products. On Hopper that call also quantizes float activations;
+for small M, it multiplies the rounded values in bfloat16.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from .options import Options
 from .product import multiply
 
 MOST_K = 2**17 - 1
-"""With a larger k, products of 8 bits may overflow int32, if all of them are (-128)^2.
+"""With a larger k, sums of 8-bit products may overflow int32, if every product is (-128)^2.
 
 The kernels see k padded to 16, so they do not check this limit.
 """
@@ -50,7 +50,7 @@ def product(
     activation: Any,
     residual: Any,
 ) -> Array:
-    """`quantized_matmul` of quantized or to be quantized activations; `options` must be checked.
+    """`quantized_matmul` with quantized activations, or with `Rounding`; `options` must be checked.
 
     **Raises:** as `quantized_matmul`.
     """
@@ -131,8 +131,8 @@ class Scaled(Product):
 class Rounded(Product):
     """`Scaled` of activations that the call quantizes to `dtype`; `others`: a factor or None.
 
-    If XLA partitions the program, or on the CPU, it is the composition, in which a token has one
-    scale over all devices.
+    If XLA partitions the program, or on the CPU, it is the composition, with one scale per token
+    over all devices.
     """
 
     dtype: Any
@@ -194,7 +194,7 @@ def unsupported_bytes(
 
 
 def uncovered_bytes(values: Any, rhs: QuantizedArray, *, pair: bool = False) -> str | None:
-    """Returns None if Hopper kernels multiply 8-bit values by a weight in 8 bits, else why not."""
+    """Returns None if Hopper kernels multiply 8-bit values by a weight in 8 bits, else a reason."""
     if not all(isinstance(size, int) for size in values.shape[:-1]):
         return "the number of rows is not known"
     if rhs.ndim != 2 and not pair:
@@ -207,20 +207,20 @@ def uncovered_bytes(values: Any, rhs: QuantizedArray, *, pair: bool = False) -> 
 
 
 def too_few_rows(values: Any, rhs: QuantizedArray) -> str | None:
-    """The reason why small M is multiplied in bfloat16 on Hopper; None if M is large enough."""
+    """The reason to multiply small M in bfloat16 on Hopper; None if M is large enough."""
     rows, least = math.prod(values.shape[:-1]), least_rows(values.dtype, rhs)
     return f"{rows} rows, fewer than {least}, are as fast in that" if rows < least else None
 
 
 def least_rows(values: Any, rhs: QuantizedArray) -> int:
-    """The minimum M at which Hopper multiplies 8-bit values faster in 8 bits."""
+    """The minimum M for 8-bit products of 8-bit values on Hopper; bfloat16 is faster below it."""
     return cuda.least_rows(values, rhs.format, rhs.k)
 
 
 def slow_bytes(
     values: Any, rhs: QuantizedArray, backend: str | None, target: Target, *, pair: bool = False
 ) -> str | None:
-    """`unsupported_bytes`, and on Hopper also the reason why bfloat16 is as fast, if it is."""
+    """`unsupported_bytes`; on Hopper it also returns a reason if bfloat16 is as fast."""
     if backend not in (None, target.platform):
         return f"backend={backend!r} is requested"
     reason = unsupported_bytes(values, rhs, target, pair=pair)

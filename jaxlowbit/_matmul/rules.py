@@ -92,7 +92,7 @@ def _batch(operands: Sequence[Any], dims: Sequence[Any], *, problem: Problem) ->
         axis = len(values.lead)
         return _bind(problem, jnp.moveaxis(values.lhs, axes.lhs, axis), *operands[1:]), axis
     if "permutation" in mapped and "packed" not in mapped:
-        # Each element has a different order of the same words: only activations differ.
+        # Each element permutes the same words differently: gather activations instead.
         product = functools.partial(of_stored_rows(_bind), problem)
         return jax.vmap(product, in_axes=tuple(dims))(*operands), 0
     size = next(getattr(values, name).shape[getattr(axes, name)] for name in mapped)

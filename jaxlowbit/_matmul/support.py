@@ -13,7 +13,7 @@ from .._core.dtypes import FLOATS
 
 
 def supported_backends(lhs: Any, rhs: QuantizedArray) -> dict[str, str | None]:
-    """Returns, for each backend, None if it can compute `lhs @ rhs`, else the reason why not.
+    """Returns, for each backend, None if it can compute `lhs @ rhs`, else the reason.
 
     Nothing is computed. `lhs` is any object with a dtype, such as a `jax.ShapeDtypeStruct`, or
     `QuantizedActivations`, which every backend can multiply in bfloat16 (`explain` says which ones

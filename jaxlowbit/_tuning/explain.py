@@ -1,4 +1,4 @@
-"""`explain`, which names the kernel of a product without running it, and its command."""
+"""`explain` and its command: the kernel of a product, without running it."""
 
 import argparse
 import functools

@@ -1,4 +1,4 @@
-"""Measurements of every candidate of every product, one product after the other."""
+"""Measures every candidate kernel of each product."""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ from .weights import Weight
 # A measurement reads distinct weights of three times the largest cache, the 126 MB of a B200.
 _COLD_BYTES = 400_000_000
 _MOST_COPIES = 512
-# The default choice is kept unless another takes this much less time, the variation between two
+# The default choice stays unless another is faster by this fraction, the variation between two
 # runs.
 _LEAST_GAIN = 0.02
 
@@ -26,7 +26,7 @@ _LEAST_GAIN = 0.02
 def measure(
     weights: Sequence[Weight], tokens: Sequence[int], dtype: str, device: DeviceFacts
 ) -> Iterator[Entry]:
-    """Yields the best choice for each weight and number of rows, as it is found."""
+    """Yields the best choice for each weight and M, as soon as it is known."""
     for weight in weights:
         # Scales of another dtype than lhs are widened, as by `_backends/cuda.py`.
         scale = dtype if weight.scale == dtype else "float32"
@@ -50,7 +50,7 @@ _times = jax.jit(times.times, static_argnames=("product", "calls", "choices"))
 
 
 def _copies(weight: Weight, m: int) -> int:
-    """The number of distinct weights that leaves nothing of the first in the cache."""
+    """The number of distinct weights that evicts the first from the cache."""
     activations = 2 * m * (weight.n + weight.k)
     size = weight.n * weight.k * weight.format.bits // 8 + activations
     return max(2, min(-(-_COLD_BYTES // size), _MOST_COPIES))

@@ -29,7 +29,7 @@ class Entry(NamedTuple):
     us: float
     default: Choice  # the choice without measurements
     default_us: float
-    min_m: int = 1  # minimum rows for which the choice is used
+    min_m: int = 1  # minimum M of the choice
 
 
 class Table(NamedTuple):
@@ -66,7 +66,7 @@ def load() -> None:
 
 
 def shipped() -> list[Path]:
-    """The tables of the package; empty if tables are turned off."""
+    """Paths of the package's tables; empty if tables are turned off."""
     if os.environ.get(VARIABLE) == "":
         return []
     return sorted(_SHIPPED.glob("*.json"))
@@ -131,9 +131,9 @@ def misfit(table: Table) -> str | None:
 
 
 def _is_here(device: DeviceFacts) -> bool:
-    """Whether the driver lists such a GPU, or lists none."""
+    """Whether the driver lists such a GPU, or no GPU."""
     models = _models()
-    # The name of a part of a GPU begins with that of the whole.
+    # The name of a GPU partition begins with the name of the GPU.
     return not models or any(device.name.startswith(model) for model in models)
 
 

@@ -32,8 +32,8 @@ def tune(
 ) -> Path:
     """Measures the fastest kernels for some weights on the first GPU, and stores the choices.
 
-    Programs started afterwards use them, for these weights and up to the largest number of rows;
-    `explain` shows it. Stored choices for other products are kept.
+    Programs started afterwards use them, for these weights and up to the largest M; `explain`
+    shows the choice. Stored choices for other products are kept.
 
     **Arguments:**
 

@@ -1,4 +1,4 @@
-"""A quantized array where an array is expected: floats, a product, or a sentence with the way."""
+"""Quantized arrays passed as arrays: conversion to floats, products, and errors with advice."""
 
 import re
 from typing import Any
@@ -41,7 +41,7 @@ def test_repr_is_a_line(q):
         quantize(jnp.ones((2, K, N), jnp.bfloat16), "int8")
     )
     assert repr(jax.eval_shape(lambda: q)) == repr(q)
-    for leaf in (0, None, jax.P("model")):  # as axes and shardings have them
+    for leaf in (0, None, jax.P("model")):  # in_axes and shardings contain such leaves
         assert "int4-g128" in repr(jax.tree.map(lambda _, leaf=leaf: leaf, q))
 
 
@@ -121,7 +121,7 @@ def test_other_attributes_name_the_way(name, q):
     ],
 )
 def test_functions_of_jax_numpy_quote_the_way(call, q, x):
-    """They refuse it themselves; the text of some versions of JAX quotes what they were given."""
+    """They raise their own error; in some versions of JAX its text includes the array's repr."""
     with pytest.raises(TypeError, match="QuantizedArray"):
         call(q, x)
 

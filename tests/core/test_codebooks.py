@@ -1,4 +1,4 @@
-"""Codebooks: their numbers, what quantization makes of them, and what is refused."""
+"""Codebooks: their entries, quantization to them, and errors."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ from jaxlowbit._backends import call, cuda
 from jaxlowbit._core.format import format_name, parse_format
 
 NAMES = {"nf4": 4, "fp4": 4, "e2m1": 4, "e4m3": 8, "e5m2": 8}
-ODD = (0.5, -2.0, 0.5, 3.0)  # in no order, one twice, none of them 0
+ODD = (0.5, -2.0, 0.5, 3.0)  # unsorted, one entry twice, none 0
 
 
 FORMATS = [
@@ -38,7 +38,7 @@ def numbers(format):
 
 
 def test_nf4_are_quantiles():
-    """Of a normal distribution, halves of equal weight with 0 between (QLoRA, section 3)."""
+    """Quantiles of a normal distribution, 8 per sign around an exact 0 (QLoRA, section 3)."""
     ends = 0.9677083
     above = special.ndtri(np.linspace(ends, 0.5, 9)[:-1])
     below = -special.ndtri(np.linspace(ends, 0.5, 8)[:-1])
@@ -90,13 +90,13 @@ def test_quantize_takes_the_nearest_number(format, quantizer):
     best = np.abs(exact[..., None] - table).min(axis=-1)
     found = np.asarray(dequantized(array, jnp.float32)) / scale.astype(np.float64)
     assert (np.abs(found - exact) <= best + 2.0**-20 * (1 + np.abs(exact))).all()
-    if quantizer == "absmax":  # the largest of each side is reached
+    if quantizer == "absmax":  # no weight is beyond the codebook
         assert (exact <= table.max() * (1 + 1e-6)).all()
         assert (exact >= table.min() * (1 + 1e-6)).all()
 
 
 def unpacked(array):
-    """The scales (groups, n) of an array whose atoms are whole along k."""
+    """The scales (groups, n) of an array without padding along k."""
     n = np.arange(64)
     scale = np.asarray(array.scale)[..., n // 16 * 16 + n % 8 * 2 + n // 8 % 2]
     groups = -(-array.k // array.format.group_size)
@@ -105,7 +105,7 @@ def unpacked(array):
 
 @pytest.mark.parametrize("format", FORMATS, ids=format_name)
 def test_groups_without_extent(format):
-    """Groups of zeros, of -0, and of one value, also a small one."""
+    """Groups of zeros, of -0, and of one normal or tiny value."""
     weight = np.zeros((64, 4), np.float32)
     weight[:, 1], weight[:, 2], weight[:, 3] = -0.0, 0.75, 1e-30
     found = np.asarray(dequantized(quantize(weight, format), jnp.float32))

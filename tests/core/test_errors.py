@@ -1,4 +1,4 @@
-"""Every message of the package: a sentence with the value, the rule and the way out."""
+"""Every error message of the package: a sentence with the value, the rule and the way out."""
 
 import dataclasses
 import re
@@ -38,7 +38,7 @@ LHS = np.ones((2, K), np.float32)
 
 
 def refuses(message: str, error: type[Exception] = ValueError):
-    """Expects an error that says `message`, starts with a name and ends as a sentence does."""
+    """Expects an error that contains `message`, starts with a name and ends as a sentence."""
     return pytest.raises(error, match=rf"^\w+(\.\w+)?: .*{message}.*\.(\n|$)")
 
 
@@ -109,7 +109,7 @@ def test_quantize_refuses_scales_out_of_range(weight, zero):
 @pytest.mark.parametrize(
     ("format", "dtype"),
     [
-        (Format(2, 64), "bfloat16"),  # rounded up beyond its largest number
+        (Format(2, 64), "bfloat16"),  # rounded up to infinity
         (Format(4, 64, "integer"), "float32"),  # the range is twice the largest weight
         (Format(4, 64, "float"), "bfloat16"),
         (FP8, "float16"),
@@ -120,7 +120,7 @@ def test_quantize_refuses_scales_beyond_every_dtype(format, dtype):
     large = jnp.full((64, 4), 3.4e38).at[::2].multiply(-1)
     with refuses(rf"weights up to 3\.4e\+38 span a range beyond that of {dtype} scales; use"):
         quantize(large, format, quantizer="absmax", scale_dtype=jnp.dtype(dtype))
-    quantize(large, FP8)  # the scale of 448 is far from the end
+    quantize(large, FP8)  # division by 448 keeps the scale finite
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_quantize_refuses_weights_too_small_for_any_scale(weight, size, dtype, m
     small = weight.at[1].multiply(size)
     with refuses(r"weights up to [\d.]+e-\d+ need scales below .*, the least " + message):
         quantize(small, Format(8), scale_dtype=jnp.dtype(dtype))
-    quantize(small.astype(jnp.float16), Format(8))  # whose values such scales hold
+    quantize(small.astype(jnp.float16), Format(8))  # float16 scales represent these values
 
 
 # --- from_integers --------------------------------------------------------------------------------
@@ -378,7 +378,7 @@ def test_precision(matrix, precision, dtype, message):
 
 @pytest.mark.parametrize("caller", ["matmul", "glu", "matmuls", "mlp", "block"])
 def test_errors_name_the_function_that_was_called(weight, caller):
-    """What is wrong with a product is said by the function that the user called."""
+    """Errors of products begin with the name of the function that the user called."""
     square = quantize(weight[0, :16], FOUR)  # (16, 16)
     pair = quantize(weight[:2, :16], FOUR)
     function = {
@@ -392,7 +392,7 @@ def test_errors_name_the_function_that_was_called(weight, caller):
     }[caller]
     with pytest.raises(ValueError, match=f"^quantized_{caller}: .*int32"):
         function(jnp.ones((2, 16), jnp.int32))
-    if caller != "block":  # whose shapes have a sentence of their own
+    if caller != "block":  # `block` has a separate error for shapes
         with pytest.raises(ValueError, match=rf"^quantized_{caller}: lhs has shape .* k=16"):
             function(jnp.ones((2, 24)))
 
@@ -404,7 +404,7 @@ def test_unknown_backend(matrix):
 
 @pytest.fixture
 def available(monkeypatch):
-    """As if this build had the custom calls of every platform."""
+    """Pretends that this build has the custom calls of every platform."""
     monkeypatch.setattr(extension, "unavailable", lambda platform: None)
     monkeypatch.setattr(extension, "uncompiled", lambda *product, **how: None)
 

@@ -1,4 +1,4 @@
-"""`Format`: a value, checked where it is made."""
+"""`Format`: comparison by value, and checks at construction."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Scales that are integers, beside a float for each channel: their numbers, and where they go."""
+"""Integer scales with a float scale per channel: values, products and sharding."""
 
 import functools
 from typing import Any
@@ -42,7 +42,7 @@ def shape_of(array: Any) -> tuple[int, ...]:
 
 @formats
 def test_weights_are_integers_of_8_bits(format):
-    """A channel's largest group has the largest scale, and the format's name says it all."""
+    """The largest group of a channel has the largest scale; the format's name round-trips."""
     assert parse_format(format_name(format)) == format
     array = quantize(random(256, 40), format, quantizer="absmax")
     assert array.scale.dtype == jnp.int8 and shape_of(array.tensor_scale) == (40,)
@@ -65,7 +65,7 @@ def test_a_coarser_scale_costs_little():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_scale(backend, dtype):
-    """0 and the largest among them, by the rows of an identity and by a few random ones."""
+    """Multiplies rows of an identity and random rows; scales include 0 and the maximum."""
     rng = np.random.default_rng(0)
     values = rng.integers(-8, 8, (128, 70), np.int8)
     scale = np.arange(140, dtype=np.int8).reshape(2, 70) % 17
@@ -107,7 +107,7 @@ def test_transformations():
 
 
 def test_parts_of_n_that_are_padded():
-    """The scales of channels skip the padding of each part, in products and in lookups."""
+    """Channel scales skip the padding of each shard of n, in products and in lookups."""
     whole = quantize(random(64, 160), FORMAT)
     array = quantize(random(64, 160), FORMAT, shards=(1, 2))
     assert array.padded_shape == (64, 256) and shape_of(array.tensor_scale) == (160,)
@@ -118,7 +118,7 @@ def test_parts_of_n_that_are_padded():
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_meshes(kind):
-    """Scales of channels are divided with the columns."""
+    """Channel scales are sharded with the columns."""
     mesh, x = make_mesh(kind), jnp.asarray(random(4, 256, seed=1))
     for name, shards in (("n", (1, 1)), ("k", (4, 1))):
         array = quantize(random(256, 512), FORMAT, shards=shards)
@@ -128,7 +128,7 @@ def test_meshes(kind):
 
 
 def test_layers():
-    """Each of a stack has scales of its own; activations may be quantized."""
+    """Each matrix of a stack has separate scales; activations may be quantized."""
 
     @nnx.vmap
     def make(key: Any) -> Any:

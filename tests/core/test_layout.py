@@ -1,4 +1,4 @@
-"""Packed layout, version 1: frozen by words written down here."""
+"""Packed layout, version 1: compared with golden words in this file."""
 
 import functools
 import hashlib
@@ -22,12 +22,12 @@ unpack = jax.jit(layout.unpack, static_argnums=1)
 
 
 def pattern(bits: int) -> np.ndarray:
-    """Fixed codes (100, 70) in which all bits vary."""
+    """Fixed codes (100, 70); every bit takes both values."""
     values = np.arange(7000, dtype=np.uint64) * 2654435761 % 2**32 >> 11
     return (values % 2**bits).astype(np.uint8).reshape(100, 70)
 
 
-# The first words of the pattern, and the start of the SHA-256 of all.
+# The first words of the packed pattern, and a prefix of the SHA-256 of all words.
 GOLDEN = {
     1: (("d0f40f42", "43d03d0f", "0f43f43d", "3d0fd0f4"), "42af82e4ec71c541"),
     2: (("7d383824", "d382827d", "d382827d", "382727d3"), "edc3b3804dc7cc3b"),
@@ -49,7 +49,7 @@ def test_golden_words(bits):
     assert (first, digest[:16]) == GOLDEN[bits]
 
 
-# What lane 0 of warp 0 holds in its first word, lowest bits first, as (k, n) in the atom.
+# Codes in the first word of lane 0 of warp 0, lowest bits first, as (k, n) in the atom.
 FIRST_WORD = {
     8: [(0, 0), (0, 8), (1, 0), (1, 8)],
     4: [(0, 0), (0, 8), (8, 0), (8, 8), (1, 0), (1, 8), (9, 0), (9, 8)],
@@ -100,7 +100,7 @@ def test_packing_agrees_with_numpy(bits):
 
 @pytest.mark.parametrize("bits", WIDTHS)
 def test_packing_is_a_permutation_of_bits(bits):
-    """Every bit of the packed words belongs to one bit of one code."""
+    """Each packed bit corresponds to exactly one bit of one code."""
     ones = functools.reduce(
         np.bitwise_xor,
         (helpers.pack(np.full((64, 64), 1 << bit), bits) for bit in range(bits)),
@@ -126,7 +126,7 @@ def test_unpack_is_the_inverse_of_pack(bits, shape, data):
     ("group_size", "zero", "shards"), pairwise([-1, 48, 192], ["none", "integer", "float"], [1, 3])
 )
 def test_padding_of_k_stands_for_the_value_nearest_to_0(group_size, zero, shards):
-    """Kernels multiply it by zeros, which infinity would survive."""
+    """Kernels multiply the padding by zeros; an infinite weight there would give NaN."""
     rng, format = np.random.default_rng(0), Format(4, group_size, zero)
     weight = jnp.asarray(rng.normal(size=(99, 70)) + 3 * (zero == "float"), jnp.float32)
     groups = 1 if group_size == -1 else -(-99 // shards // group_size) * shards

@@ -26,8 +26,8 @@ FORMATS = [
     if (bits, zero) != (1, "none")
 ]
 DTYPES = ["float32", "bfloat16", "float16"]
-# Each format in one of these ways, so that each kind of zero goes all of them: how rows are grouped
-# does not depend on the width. The tests of all formats share these programs.
+# (group size, dtype), assigned to formats in turn such that each kind of zero meets all of them:
+# grouping does not depend on the width. The tests of all formats share these programs.
 WAYS = [(16, "float32"), (48, "bfloat16"), (128, "float16"), (-1, "float32")]
 ZEROS: list[Any] = ["none", "integer", "float"]
 CASES = [
@@ -45,7 +45,7 @@ def normal(shape, dtype="float32", seed=0):
 
 
 def scales(array: QuantizedArray) -> np.ndarray:
-    """The scale of every element, in float64."""
+    """The scale of each element, in float64."""
     values = unpack_groups(np.asarray(array.scale).astype(np.float64))
     size = array.k if array.format.group_size == -1 else array.format.group_size
     return np.repeat(values, size, axis=-2)[..., : array.k, : array.n]
@@ -56,7 +56,7 @@ def codes(array: QuantizedArray) -> np.ndarray:
 
 
 def assert_round_trip(weight, array):
-    """Each element is off by at most half a scale, but for the float32 arithmetic on the way."""
+    """Each element is off by at most half a scale, up to float32 rounding."""
     weight = np.asarray(weight).astype(np.float64)
     error = np.abs(weight - dequantize(array).value) / scales(array)
     worst = np.unravel_index(error.argmax(), error.shape)
@@ -78,7 +78,7 @@ def test_round_trip_is_within_half_a_scale(format, dtype):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "scale_dtype", "zero"),  # every pair of them
+    ("dtype", "scale_dtype", "zero"),  # a pairwise cover
     [(x, y, ZEROS[(i + j) % 3]) for i, x in enumerate(DTYPES) for j, y in enumerate(DTYPES)],
 )
 def test_round_trip_with_other_scales(dtype, scale_dtype, zero):
@@ -108,7 +108,7 @@ def test_zeros_stay_zero(format, dtype):
     weight = np.array(normal((100, 70), dtype))
     weight[::3], weight[:, 5] = 0, 0
     value = dequantize(quantize(weight, format, quantizer="absmax")).value
-    if format.zero == "float":  # only where the whole group is zero
+    if format.zero == "float":  # only if the whole group is zero
         assert not value[:, 5].any()
     else:
         assert not value[::3].any() and not value[:, 5].any()
@@ -116,7 +116,7 @@ def test_zeros_stay_zero(format, dtype):
 
 @every_case
 def test_groups_of_one_value(format, dtype):
-    """Of equal values, of their negatives, of zeros and of -0."""
+    """Groups of a constant, of its negative, of zeros and of -0."""
     weight = np.full((100, 70), 0.75, jnp.dtype(dtype))
     weight[:, 1], weight[:, 2], weight[:, 3] = -0.75, 0.0, -0.0
     array = quantize(jnp.asarray(weight), format, quantizer="absmax")
@@ -140,7 +140,7 @@ def test_extremes_map_to_the_end_codes(format, dtype):
 
 @pytest.mark.parametrize("format", [f for f, _ in CASES if f.zero == "integer"], ids=str)
 def test_integer_zeros_at_both_ends(format):
-    """Weights of one sign bring the zero to an end, where no code is left on the other side."""
+    """Weights of one sign put the zero point at the first or last code."""
     dtype = dict(CASES)[format]
     dtype = "float32" if dtype == "bfloat16" else dtype  # as above
     weight = np.abs(np.array(normal((100, 70), dtype))) + np.asarray(0.5, jnp.dtype(dtype))
@@ -156,7 +156,7 @@ def test_integer_zeros_at_both_ends(format):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("zero", ["none", "integer", "float"])
 def test_scales_are_rounded_up(dtype, zero):
-    """Rounded to nearest, half of the scales would be too small to reach the extremes."""
+    """Rounding to nearest would make half of the scales too small to reach the extremes."""
     format = Format(4, zero=zero)
     weight = np.asarray(normal((64, 1000)), np.float64)
     array = quantize(jnp.asarray(weight, jnp.float32), format, scale_dtype=jnp.dtype(dtype))
@@ -197,7 +197,7 @@ def test_extreme_magnitudes_stay_finite(format, value):
     ("zero", "deviation", "dtype"), pairwise(ZEROS, [1e-3, 1e-4, 1e-5], ["float16", "float32"])
 )
 def test_float16_scales_are_small_enough_for_small_weights(dtype, deviation, zero):
-    """Half a scale is all that is lost, and a scale is too large by 2^-24 or a rounding at most."""
+    """Errors are at most half a scale; scales are too large by at most 2^-24 or one rounding."""
     format = Format(8, 64, zero)
     weight = (deviation * normal((128, 70))).astype(dtype)
     array = jaxlowbit.quantize(weight, format, scale_dtype=jnp.float16)
@@ -350,7 +350,7 @@ def test_scanning_an_empty_stack():
 
 
 @pytest.mark.parametrize(
-    ("zero", "size"),  # where the size ends an integer type, and every kind of zero
+    ("zero", "size"),  # sizes at the limits of integer types, each with every kind of zero
     [("none", 2**31), ("none", 2**63), ("none", 2**64), ("integer", 2**32), ("float", 2**18)],
 )
 def test_a_group_beyond_k_is_the_channel(zero, size):
@@ -441,9 +441,9 @@ INDEX_DTYPES = ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", 
 
 
 def indices(dtype: str, depth: int) -> np.ndarray:
-    """Numbers around those that a stack or an integer type ends at, as far as `dtype` has them.
+    """Indices around the limits of the stack and of integer types, as far as `dtype` has them.
 
-    They are equally many for every dtype, so that their programs are the same.
+    All dtypes get the same number of indices, so that they share programs.
     """
     ends = [depth, *(2**bits for bits in (7, 8, 15, 16, 31, 32, 63))]
     near = [end + step for end in (0, *ends, *(-end for end in ends)) for step in (-1, 0, 1)]
@@ -454,7 +454,7 @@ def indices(dtype: str, depth: int) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def deep() -> QuantizedArray:
-    """A stack of more matrices than int8 counts, each of which holds its number."""
+    """A stack with more matrices than int8 can index; matrix i contains the value i."""
     numbers = np.arange(200, dtype=np.float32)[:, None, None]
     return QuantizedArray.from_integers(
         np.ones((200, 16, 1), np.int8), np.broadcast_to(numbers, (200, 1, 1)), format=INT8
@@ -464,7 +464,7 @@ def deep() -> QuantizedArray:
 @pytest.mark.parametrize("x64", [False, True], ids=["", "x64"])
 @pytest.mark.parametrize("dtype", INDEX_DTYPES)
 def test_select_reads_indices_of_every_dtype(deep, dtype, x64):
-    """As `jax.lax.dynamic_index_in_dim` does in its own dtype, eagerly and traced."""
+    """Like `jax.lax.dynamic_index_in_dim` with the same dtype, eagerly and traced."""
     index = indices(dtype, 200)
     want = positions(index, 200)
     with jax.enable_x64(x64):
@@ -563,7 +563,7 @@ def test_version_is_checked_where_arrays_come_from_outside(stack):
 
 
 def test_words_of_another_version_are_not_used(stack):
-    """Restoring a pytree checks nothing, so everything that reads words does."""
+    """Restoring a pytree does not check the version, so every function that reads words does."""
     leaves, treedef = jax.tree.flatten(stack)
     stored = jax.tree.unflatten(treedef, [*leaves[:-1], jnp.array([1, 2, 1], jnp.uint32)])
     matrix = jax.tree.map(lambda leaf: leaf[1], stored)

@@ -1,4 +1,4 @@
-"""Quantizers by name and as functions, their statistics, and where they are taken."""
+"""Quantizers by name and as functions, their statistics, and the functions that take them."""
 
 import jax
 import jax.numpy as jnp
@@ -16,18 +16,18 @@ K, N = 192, 80
 
 
 def heavy(*shape, seed=0):
-    """Weights of which a few are far out, as in language models."""
+    """Weights with a few outliers, as in language models."""
     return jnp.asarray(np.random.default_rng(seed).standard_t(3, size=shape), jnp.float32)
 
 
 def inputs(rows=256, seed=1):
-    """Activations whose input features differ in size."""
+    """Activations whose features differ in magnitude."""
     rng = np.random.default_rng(seed)
     return jnp.asarray(rng.normal(size=(rows, K)) * np.exp(rng.normal(size=K)), jnp.float32)
 
 
 def narrow(weight, format, statistics, **options):
-    """A quantizer as a caller writes one."""
+    """A user-defined quantizer."""
     groups = Groups.of(weight, format, **options)
     low, high = groups.extremes()
     return groups.pack(*groups.fit(0.9 * low, 0.9 * high))
@@ -46,7 +46,7 @@ def assert_equal(found, wanted):
 
 @pytest.mark.parametrize("format", ["int3-g64", "nf4", "mxfp4", "mxfp8", "nvfp4"])
 def test_each_quantizer_is_better_than_the_one_before(format):
-    """The error of the product: absmax, mse, and mse that knows the inputs."""
+    """The error of the product decreases from absmax to mse to mse with input statistics."""
     weight, x = heavy(K, N), inputs()
     arrays = [quantize(weight, format, quantizer=name) for name in ("absmax", "mse")]
     arrays += [quantize(weight, format, quantizer="mse", statistics=Statistics.of(x))]
@@ -73,7 +73,7 @@ def test_stacks_are_their_matrices_under_jit_and_x64(quantizer):
 
 @pytest.mark.parametrize("shards", [(1, 1), (2, 2)])
 def test_statistics_follow_the_order_of_the_rows(shards):
-    """Of (k,) and of each matrix of a stack, with groups that the padding of shards cuts."""
+    """Statistics (k,) and per matrix of a stack; padding of shards cuts some groups."""
     weight, statistics = heavy(2, K, N), Statistics.of(inputs())
     order = np.concatenate([np.random.default_rng(i).permutation(K // 2) for i in range(2)])
     rows = order + np.repeat([0, K // 2], K // 2)

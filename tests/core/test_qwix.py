@@ -17,7 +17,7 @@ from jaxlowbit import Format, QuantizedArray
 qwix: Any = pytest.importorskip("qwix", reason="qwix is not installed")
 
 K, N = 192, 70
-# In one program, of the scales that compile fastest: no test here asks for others.
+# Jitted, with the quantizer that compiles fastest: no test here depends on the scales.
 rounded = jax.jit(
     functools.partial(jaxlowbit.quantize, quantizer="absmax"),
     static_argnums=1,
@@ -31,7 +31,7 @@ def weight(*lead) -> jax.Array:
 
 
 def value(array) -> np.ndarray:
-    """What a QArray means, in float64."""
+    """The dequantized value of a QArray, in float64."""
 
     def spread(x):
         x = np.asarray(x).astype(np.float64)
@@ -43,7 +43,7 @@ def value(array) -> np.ndarray:
     return (np.asarray(array.qvalue).astype(np.float64) - zero) * spread(array.scale)
 
 
-# Every kind of tiles, and every width: neither depends on the other.
+# Tile kinds and widths are independent, so they vary together.
 @pytest.mark.parametrize(
     ("qtype", "tiles", "group_size"),
     [
@@ -96,7 +96,7 @@ def test_products_agree():
 
 
 @pytest.mark.parametrize(
-    ("bits", "zero", "group_size"),  # each zero with every size
+    ("bits", "zero", "group_size"),  # every pair of zero and size
     [
         (2, "none", -1),
         (3, "integer", 64),

@@ -21,7 +21,7 @@ every_format = pytest.mark.parametrize("format", FORMATS, ids=lambda f: f"{f.bit
 
 
 def heavy(shape, dtype="float32", seed=0):
-    """Values of which a few are far out, as in the weights of language models."""
+    """Values with a few outliers, as in the weights of language models."""
     values = np.random.default_rng(seed).standard_t(3, size=shape)
     return jnp.asarray(values.astype(jnp.dtype(dtype)))
 
@@ -36,7 +36,7 @@ def squared_error(weight, array) -> np.ndarray:
 WAYS = [(16, "float32"), (48, "bfloat16"), (64, "float16"), (-1, "float32")]
 
 
-# Widths, zeros and these ways take turns. The search of every format is looked at below.
+# A selection of widths, zeros and group sizes; the test below covers every format.
 @pytest.mark.parametrize(
     ("format", "group_size", "dtype"),
     [(format, *WAYS[i % 4]) for i, format in enumerate(FORMATS[::2])],
@@ -47,13 +47,13 @@ def test_no_group_is_worse_than_absmax(format, group_size, dtype):
     format = format.replace(group_size=group_size)
     absmax, mse = (squared_error(weight, quantize(weight, format, quantizer=m)) for m in METHODS)
     assert (mse <= absmax * (1 + 1e-4)).all(), (mse / absmax).max()
-    if format.bits <= 4:  # 3 % of a range is more than 8 bits should clip
+    if format.bits <= 4:  # clipping by 3 %, the smallest step, is too much at 8 bits
         assert mse.sum() < absmax.sum()
 
 
 @every_format
 def test_no_range_of_the_search_is_better(format):
-    """Against the search written out in float64. The last group has 8 rows."""
+    """Compares with the same search in float64. The last group has 8 rows."""
     weight = np.asarray(heavy((104, 70)), np.float64)
     array = quantize(jnp.asarray(weight, jnp.float32), format, quantizer="mse")
     found = squared_error(weight, array)

@@ -1,4 +1,4 @@
-"""Quantizing in parts: integers, and weights whose type has a sharding."""
+"""Sharded quantization: of integers, and of weights with a sharding in their type."""
 
 import jax
 import jax.numpy as jnp

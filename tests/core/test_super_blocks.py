@@ -1,4 +1,4 @@
-"""Scales of two levels: what they round to, and where their bytes go."""
+"""Two-level scales: rounding, byte layout and products."""
 
 import functools
 from typing import Any
@@ -50,8 +50,8 @@ def test_names(format):
 
 
 def test_rows_of_bytes():
-    """As docs/layout.md has them: for each super-block the integers of its groups, then the low and
-    the high bytes of its floats."""
+    """The byte order of docs/layout.md: per super-block the integers of its groups, then the low
+    and the high bytes of its floats."""
     integers = jnp.arange(-16, 16, dtype=jnp.int8).reshape(16, 2)
     floats = jnp.array([[1.0, -2.0], [0.5, 3.0]], jnp.float16)
     found = super_blocks.packed(integers, floats, Q4_K)
@@ -66,7 +66,7 @@ def test_rows_of_bytes():
 
 @formats
 def test_no_weight_is_off_by_more_than_half_a_scale(format):
-    """But for the rounding of float32. Scales are coarser than floats by little."""
+    """Up to float32 rounding. Two-level scales are slightly coarser than float scales."""
     k = 320
     weight = random(k, 40)
     array = quantize(weight, format, quantizer="absmax")
@@ -85,7 +85,7 @@ def test_no_weight_is_off_by_more_than_half_a_scale(format):
 
 
 def test_zeros_of_the_weight_and_a_wide_range():
-    """A super-block of zeros stays zeros, and small groups beside large ones keep their signs."""
+    """A super-block of zeros stays zero; small groups next to large ones keep their signs."""
     weight = random(512, 64)
     weight[:256] = 0
     weight[256:288] *= 1e-3
@@ -131,7 +131,7 @@ def test_columns_and_padded_parts(format):
     [(256, "n", (1, 1)), (1024, "k", (1, 1)), (512, "k", (1, 1)), (640, "k", (4, 1))],
 )
 def test_meshes(kind, k, axis, shards):
-    """Parts of k that are no whole super-blocks have the scales of all, unless they are padded."""
+    """If shards of k split super-blocks, each device has all scales, unless k is padded."""
     mesh, x = make_mesh(kind), jnp.asarray(random(4, k, seed=1))
     array = quantize(random(k, 512), Q4_K, shards=shards)
     specs = array.partition_spec(mesh, **{axis: "b"})
@@ -161,7 +161,7 @@ def test_exported_programs_know_the_format():
 
 
 def test_the_call_reads_floats_where_no_kernel_reads_bytes():
-    """On the CPU XLA expands the scales in front of the call, and the words stay as they are."""
+    """On the CPU, XLA expands the scales before the call; the words are passed unchanged."""
     array = quantize(random(256, 64), Q4_K)
     lowered = jax.jit(product).lower(jnp.ones((3, 256), jnp.bfloat16), array)
     text = lowered.as_text()

@@ -1,4 +1,4 @@
-"""Wrong calls of the public functions end in a sentence that names the function."""
+"""Wrong calls of public functions raise a sentence that names the function."""
 
 import functools
 import re
@@ -18,8 +18,8 @@ from jaxlowbit import nnx as jl_nnx
 
 QUICK, ALL = 300, 2300
 ELSEWHERE = {"from_qarray": "qwix", "tune": "a GPU"}
-"""Calls that need something else to be right."""
-jl: Any = jaxlowbit  # whose types the calls below do not meet
+"""Calls that work only under further conditions."""
+jl: Any = jaxlowbit  # `Any`: the calls below have wrong types
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def complaints(seeds: range) -> list[str]:
 
 @pytest.mark.parametrize("name", wrong_calls.CALLS)
 def test_what_is_changed_is_right_at_first(name):
-    """Or the changes would not be what is refused."""
+    """The unchanged calls must work, so that each error is due to the change."""
     if name not in ELSEWHERE:
         wrong_calls.CALLS[name].run({})
 
@@ -69,9 +69,9 @@ def test_errors_of_others_are_no_sentences():
     assert judge(lambda: jl.quantize(weight, 4)) is None
     for function in (
         lambda: jnp.ones(3) @ jnp.ones(4),  # an error of JAX
-        lambda: jl.Format(9),  # of another function
-        lambda: jl.scan(lambda *_: 1 / 0, 0, None, 1),  # of another kind
-        lambda: jl.quantize(weight, "int4"),  # none, with a wrong argument
+        lambda: jl.Format(9),  # names another function
+        lambda: jl.scan(lambda *_: 1 / 0, 0, None, 1),  # another kind of error
+        lambda: jl.quantize(weight, "int4"),  # no error, despite a wrong argument
     ):
         assert re.search("judged", judge(function) or "")
 
@@ -127,7 +127,7 @@ NARROW_K, NARROW_N, NARROW = 60, 100, "int4-g32"
 
 @functools.cache
 def narrow(name: str) -> Any:
-    """Weights, none of whose sizes is a multiple of 64."""
+    """Weights with no size that is a multiple of 64."""
     w = jnp.ones((NARROW_K, NARROW_N))
     weights = {"q": w, "down": w.T, "square": w[:, :NARROW_K], "pair": jnp.stack([w, w])}
     return jl.quantize(weights[name], NARROW)
@@ -137,7 +137,7 @@ def initialised(layer: Any, given: Any, x: Any, **options: Any) -> Any:
     return layer.apply(layer.init(jax.random.key(0), given), x, **options)
 
 
-# Calls with inputs of another width than their weights.
+# Calls whose inputs do not match the width of the weights.
 MISMATCHED: dict[str, Callable[[Any, Any], Any]] = {
     "quantized_matmul": lambda x, given: x @ narrow("q"),
     "quantized_glu": lambda x, given: jl.quantized_glu(x, narrow("pair"), activation="silu"),
@@ -190,7 +190,7 @@ MISMATCHED: dict[str, Callable[[Any, Any], Any]] = {
 
 @pytest.mark.parametrize("name", MISMATCHED)
 def test_errors_have_the_shapes_of_the_caller(name):
-    """Not those of packed words, whose sizes are multiples of 64."""
+    """Errors do not show the shapes of packed words, which are multiples of 64."""
     with pytest.raises((TypeError, ValueError, IndexError)) as raised:
         MISMATCHED[name](jnp.ones((2, 61)), jnp.ones((2, NARROW_K)))
     assert not re.search(r"\b(64|128)\b", str(raised.value)), raised.value

@@ -1,4 +1,4 @@
-"""`lhs_qtype=` of layers and of `quantize_model`: what they multiply, and refusals."""
+"""`lhs_qtype=` of layers and of `quantize_model`: results and errors."""
 
 import pickle
 from typing import Any
@@ -34,7 +34,7 @@ def of_nnx(kind: str, dtype: Any) -> Any:
         return jl_nnx.QuantizedLinear(K, N, **BIAS, **more)
     if kind == "general":
         return jl_nnx.QuantizedLinearGeneral((4, 16), N, axis=(-2, -1), **BIAS, **more)
-    if kind == "einsum":  # each of two experts has a matrix
+    if kind == "einsum":  # two experts with a matrix each
         shapes: Any = ((2, K, N), (2, 1, N))
         return jl_nnx.QuantizedEinsum("ebd,edf->ebf", *shapes, **BIAS, **more)
     return jl_nnx.QuantizedEmbed(N, K, **OPTIONS, **more)
@@ -52,7 +52,7 @@ def of_linen(kind: str, dtype: Any) -> Any:
 
 
 def expected(kind: str, x: Any, kernel: Any, bias: Any, dtype: Any) -> Any:
-    """The product that a layer is."""
+    """The product that the layer computes."""
     lhs = x.reshape(*x.shape[:-2], K) if kind == "general" else x
     bias = None if bias is None else bias.reshape(*bias.shape[: kind == "einsum"], N)
     return quantized_matmul(lhs, kernel, bias=bias, lhs_qtype=dtype)
@@ -108,7 +108,7 @@ def test_a_layer_is_stored_cloned_and_exported():
     for other in (nnx.merge(graph, state), nnx.clone(layer), pickle.loads(pickle.dumps(layer))):
         np.testing.assert_array_equal(other(x), layer(x))
     assert "lhs_qtype" in repr(layer)
-    # An exported program adds products of int8 in another order than a call for the CPU it runs on.
+    # An exported program adds int8 products in a different order than a call compiled for this CPU.
     layer = of_nnx("linear", "float8_e4m3fn")
     graph, state = nnx.split(layer)
     call = jax.jit(lambda state, x: nnx.merge(graph, state)(x))
@@ -119,7 +119,7 @@ def test_a_layer_is_stored_cloned_and_exported():
 
 def test_a_layer_without_the_attribute_is_one_without_quantized_activations():
     layer, x = of_nnx("linear", None), random(3, K)
-    del layer.lhs_qtype  # as in what was pickled before layers had it
+    del layer.lhs_qtype  # as in layers pickled by older versions
     found = pickle.loads(pickle.dumps(layer))(x)
     np.testing.assert_array_equal(found, of_nnx("linear", None)(x))
 
@@ -162,7 +162,7 @@ CHOICES: list[tuple[Any, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("choice", "chosen"), CHOICES)
 def test_models_quantize_the_inputs_of_layers(choice, chosen):
-    """A lone dtype is for all quantized layers but embeddings; a mapping decides by the path."""
+    """A single dtype applies to all quantized layers except embeddings; a mapping goes by path."""
     model = Model(nnx.Rngs(0))
     report = jl_nnx.quantize_model(model, RULES, lhs_qtype=choice)
     found = {layer.path: layer.lhs_qtype for layer in report.layers}
@@ -205,7 +205,7 @@ def test_wrong_choices_of_models_are_refused():
         choose("int4")
     with pytest.raises(ValueError, match=r"'up', 'int4'.* is no rule.*or None .lhs_qtype"):
         choose({"up": "int4"})
-    with pytest.raises(ValueError, match="'embed' matches no layer"):  # whose floats are kept
+    with pytest.raises(ValueError, match="'embed' matches no layer"):  # `embed` stays in floats
         choose({"embed": jnp.int8})
 
 
@@ -227,7 +227,7 @@ def test_raw_parameters_quantize_inputs():
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_meshes(kind):
-    """Rows on one axis, columns on the other; k divided, and the result sharded otherwise."""
+    """Rows and columns on different axes; sharded k with a differently sharded result."""
     mesh = make_mesh(kind)
     x, rhs = random(4, 256), quantize(random(256, 256, seed=1), INT4)
     whole = quantized_matmul(x, rhs, lhs_qtype=jnp.int8)

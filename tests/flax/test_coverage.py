@@ -1,4 +1,4 @@
-"""What `quantize_model` says of a whole model, and what a lone format leaves in floats."""
+"""Reports of `quantize_model` for whole models, and layers that a single format skips."""
 
 import warnings
 from typing import Any
@@ -19,7 +19,7 @@ TOKENS = jnp.arange(6)[None]
 
 
 class Einsum(nnx.Module):
-    """A layer that others wrote: a raw parameter."""
+    """A third-party layer with a raw parameter."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.w = nnx.Param(initial(rngs.params(), (WIDTH, 4, 16)))
@@ -39,7 +39,7 @@ class Block(nnx.Module):
 
 
 class NnxModel(nnx.Module):
-    """The vocabulary is as wide as the hidden layers of the blocks if `hidden` says so."""
+    """A model; `vocabulary` may equal the width of the hidden layers."""
 
     def __init__(self, vocabulary: int = VOCABULARY):
         rngs = nnx.Rngs(0)
@@ -71,7 +71,7 @@ class LinenModel(nn.Module):
 
 
 def quantize(api: str, rules: Any, vocabulary: int = VOCABULARY, **options: Any) -> Any:
-    """The report, the bytes of all arrays then, and the paths of the quantized layers."""
+    """The report, the bytes of all arrays afterwards, and the paths of the quantized layers."""
     if api == "nnx":
         model = NnxModel(vocabulary)
         report = jl_nnx.quantize_model(model, rules, **options)
@@ -145,7 +145,7 @@ def test_a_warning_names_what_is_not_covered(api):
         report, *_ = quantize(api, INT4, 16, keep=rf"^{path}$")
         assert "kept by rules" in str(report) and report.uncovered[0].by_rule
         quantize(api, {f"^{path}$": None, "": INT4}, 16)
-        quantize(api, INT4)  # less than a tenth
+        quantize(api, INT4)  # less than a tenth of the bytes
 
 
 def test_linen_layers_that_the_call_does_not_reach_are_named():
@@ -167,7 +167,7 @@ def test_linen_layers_that_the_call_does_not_reach_are_named():
 
 @pytest.mark.filterwarnings("ignore:quantize_model")
 def test_a_lone_format_keeps_tables_heads_and_routers(api):
-    for vocabulary in (VOCABULARY, HIDDEN):  # the blocks are no heads, however wide
+    for vocabulary in (VOCABULARY, HIDDEN):  # blocks are not heads, whatever their width
         report, _, found = quantize(api, "int4", vocabulary)
         assert found == blocks(api)
         kept = {layer.path: layer.backend for layer in report.layers if layer.by_default}
@@ -192,7 +192,7 @@ def test_rules_go_before_defaults_and_keep_goes_beside_them(api):
 @pytest.mark.parametrize(
     ("sizes", "format", "grows"),
     [
-        ((64, 8), INT4, True),  # 64 columns are stored
+        ((64, 8), INT4, True),  # padded to 64 columns
         ((64, 64), INT4, False),
         ((64, 64), Format(8, 16, "float"), False),
         ((16, 64), Format(8, 16), True),
@@ -230,7 +230,7 @@ def test_a_tied_head_that_is_applied_to_the_table_is_no_layer():
     assert difference < 0.02 * jnp.linalg.norm(expected)
 
 
-# --- what is no model, and choices that quantize nothing -----------------------------------------
+# --- objects that are not models, and rules that quantize nothing --------------------------------
 
 
 def test_a_choice_that_quantizes_nothing_is_refused(api):
@@ -241,7 +241,7 @@ def test_a_choice_that_quantizes_nothing_is_refused(api):
 
 
 class Stranger:
-    """A class of another library, as far as its package tells."""
+    """Pretends to be a class of another library."""
 
 
 @pytest.mark.parametrize(

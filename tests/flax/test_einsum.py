@@ -1,4 +1,4 @@
-"""Quantized einsum layers: which equations are products, and that they are those of the twin."""
+"""Quantized einsum layers: supported equations, and results of the fake-quantized twin."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def bias_init(key, shape, dtype):
     return random(*shape, dtype=dtype, seed=3)
 
 
-# The shapes of the inputs, the kernel and its bias, and that of the matrix.
+# The shapes of the inputs, the kernel, its bias and the packed matrix.
 EQUATIONS: dict[str, tuple[Any, ...]] = {
     "btd,dnh->btnh": ((2, 3, 96), (96, 4, 20), (4, 20), (96, 80)),
     "btnh,nhd->btd": ((2, 3, 4, 24), (4, 24, 80), (80,), (96, 80)),
@@ -60,7 +60,7 @@ def quantized(equation, **options):
 
 
 def float_kernel(equation, matrix):
-    """The kernel of the equation that a matrix (*batch, k, n) stands for, by its letters."""
+    """Reshapes a matrix (*batch, k, n) to the kernel of the equation, by its letters."""
     inputs, kernel = equation.split("->")[0].split(",")
     out = equation.split("->")[1]
     groups = ("".join(x for x in kernel if x in inputs and x in out),)
@@ -84,11 +84,11 @@ def test_nnx_layer_is_its_fake_quantized_twin(equation):
     assert layer.bias is source.bias
     assert layer.kernel.shape == EQUATIONS[equation][3]
     rounded = float_kernel(equation, dequantized(layer.kernel))
-    assert jnp.abs(rounded - source.kernel[...]).max() < 0.04  # half a step of the widest group
+    assert jnp.abs(rounded - source.kernel[...]).max() < 0.04  # half the scale of the widest group
     source.kernel.set_value(rounded)
     got = nnx.jit(lambda layer, x: layer(x))(layer, x)
     np.testing.assert_allclose(got, source(x), atol=1e-5)
-    assert jnp.abs(got - before).max() > 1e-3  # rounding is visible
+    assert jnp.abs(got - before).max() > 1e-3  # quantization changes the result
 
 
 @pytest.mark.parametrize("equation", EQUATIONS)
@@ -223,7 +223,7 @@ def test_linen_models_quantize_einsum_layers(scanned):
     np.testing.assert_allclose(got, x, atol=1e-4)
 
 
-# --- refusals ------------------------------------------------------------------------------------
+# --- errors --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`EinsumLayer`: layers of other libraries, quantized by what their class is said to compute."""
+"""`EinsumLayer`: quantizes layers of other libraries by a declared equation."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def flax_promotes_dtypes():
 
 
 class Einsum(nnx.Module):
-    """As google-tunix has it."""
+    """Like the layer of google-tunix."""
 
     def __init__(self, einsum_str: str, shape: tuple[int, ...], *, rngs: nnx.Rngs):
         self.einsum_str = einsum_str
@@ -60,7 +60,7 @@ class Attention(nnx.Module):
     def __call__(self, x: Any) -> Any:
         keys, values = self.kv(x)
         heads = self.q(x) * keys + values
-        assert self.q.shape == (HEADS, WIDTH, SIZE)  # code around layers reads what they say
+        assert self.q.shape == (HEADS, WIDTH, SIZE)  # callers read attributes of layers
         return self.last(self.out(heads))
 
 
@@ -69,7 +69,7 @@ PROJECTION = EinsumLayer(r".*\.Projection", "weight", "...k,nk->...n", bias="off
 
 
 def rounded(model: Any, quantized: Any) -> Any:
-    """The float model with the weights that the quantized one stands for."""
+    """The float model with the dequantized weights."""
     for name in ("q", "kv", "out", "last"):
         layer, new = getattr(model, name), getattr(quantized, name)
         weight = layer.w if hasattr(layer, "w") else layer.weight

@@ -1,4 +1,4 @@
-"""`EinsumLayer` in Linen: raw parameters of others, by the equations of their calls."""
+"""`EinsumLayer` in Linen: raw parameters of other libraries, by the equations of their calls."""
 
 import dataclasses
 from typing import Any
@@ -24,7 +24,7 @@ def flax_promotes_dtypes():
 
 
 class Einsum(nn.Module):
-    """As gemma has it: its equation comes with each call, and its parameter has any name."""
+    """Like the layer of gemma: each call passes the equation; the parameter's name is arbitrary."""
 
     shape: tuple[int, ...]
     weight_name: str = "w"
@@ -37,7 +37,7 @@ class Einsum(nn.Module):
 
 
 class FlaxConv1D(nn.Module):
-    """As transformers has it, in GPT-2: a kernel (features, inputs)."""
+    """Like the layer of GPT-2 in transformers: a kernel (features, inputs)."""
 
     features: int
     dtype: Any = jnp.float32
@@ -52,7 +52,7 @@ class FlaxConv1D(nn.Module):
 
 
 class Block(nn.Module):
-    """Two of its layers share its scope, as those of gemma's MLP do."""
+    """Two layers share the scope of the block, as in gemma's MLP."""
 
     equation: str = "BTD,NDH->BTNH"
 
@@ -160,7 +160,7 @@ def test_calls_of_known_layers_that_are_written_otherwise_stay_as_they_are(monke
 
 
 def test_another_equation_is_refused():
-    """Its sizes are the same, but it contracts another axis."""
+    """It has the same sizes, but contracts a different axis."""
 
     class Square(nn.Module):
         equation: str

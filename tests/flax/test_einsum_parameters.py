@@ -1,4 +1,4 @@
-"""`EinsumParameter` in NNX: raw parameters, quantized where they stand."""
+"""`EinsumParameter` in NNX: raw parameters, quantized in place."""
 
 import re
 from typing import Any
@@ -24,7 +24,7 @@ def flax_promotes_dtypes():
 
 
 class Experts(nnx.Module):
-    """As google-tunix has them: an expert after the other, and casts."""
+    """Like the experts of google-tunix: a loop over experts, with casts."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.router = nnx.Linear(WIDTH, EXPERTS, rngs=rngs)
@@ -83,7 +83,7 @@ TABLE = EinsumParameter(r"table$", "...d,vd->...v", module=Embedder, embedding=T
 
 
 def rounded(model: Model, quantized: Any) -> Model:
-    """The float model with the weights that the quantized one stands for."""
+    """The float model with the dequantized weights."""
     for block, new in zip(model.blocks, quantized.blocks, strict=True):
         for name in ("up", "down"):
             getattr(block, name).set_value(getattr(new, name).kernel.dequantize())
@@ -102,7 +102,7 @@ def test_a_model_runs_on_packed_parameters():
     wanted = rounded(Model(), model)(IDS)
     np.testing.assert_allclose(model(IDS), wanted, atol=1e-3)
     np.testing.assert_allclose(nnx.jit(lambda model: model(IDS))(model), wanted, atol=1e-3)
-    # What the code changes is changed, and what it reads besides is there.
+    # Code of the modules ran: it updated a counter and can read other attributes.
     assert model.blocks[1].calls[...] == 2
     assert model.embedder.size == VOCABULARY and model.embedder.pad() == 0
     assert isinstance(model.embedder, Embedder) and isinstance(model.blocks[0], Experts)
@@ -223,7 +223,7 @@ def test_parameters_are_divided_over_a_mesh():
 
 
 class Tied(nnx.Module):
-    """A head that reads the table of another module, as in mamba2-jax."""
+    """A head that uses the table of another module, as in mamba2-jax."""
 
     def __init__(self) -> None:
         self.embed = nnx.Embed(VOCABULARY, WIDTH, rngs=nnx.Rngs(0))
@@ -242,7 +242,7 @@ def test_another_module_reads_a_parameter():
     np.testing.assert_allclose(model.embed(IDS), floats.embed(IDS), atol=1e-5)
 
 
-# --- wrong uses -----------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 def refused(words: str, *layers: Any, model: Any = None, rules: Any = None) -> None:
@@ -267,7 +267,7 @@ def test_descriptions_that_fit_nothing_are_refused():
         r"in embedder\.table: .* sums over no letter of both",
         EinsumParameter("table", lambda _: "a,vd->avd"),
     )
-    with pytest.raises(ValueError, match="^EinsumParameter: .* sums over no letter of both"):
+    with pytest.raises(ValueError, match=r"^EinsumParameter: .* sums over no letter of both"):
         EinsumParameter("table", "a,vd->avd")
     wrong = EinsumParameter("table", lambda module: module.equation)
     refused("equation of Embedder raises AttributeError", wrong)

@@ -1,4 +1,4 @@
-"""`EinsumParameter` and tied tables in Linen, and models that hold a module and its parameters."""
+"""`EinsumParameter` and tied tables in Linen, and models that contain module and parameters."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ def flax_promotes_dtypes():
 
 
 class Embedder(nn.Module):
-    """As gemma has it."""
+    """Like the embedder of gemma."""
 
     def setup(self) -> None:
         self.table = self.param("table", nn.initializers.normal(1), (VOCABULARY, WIDTH))
@@ -76,7 +76,7 @@ def model() -> Any:
 
 
 def floats(variables: Any, quantized: Any) -> Any:
-    """The float variables with the weights that the quantized ones stand for."""
+    """The float variables with the dequantized weights."""
     params: Any = traverse_util.flatten_dict(variables["params"])
     for key, weight in params.items():
         held = quantized["quantized"]
@@ -105,7 +105,7 @@ def test_a_model_runs_on_packed_parameters(model):
     exact = Model().apply(wanted, IDS, method="hidden")
     np.testing.assert_allclose(found, exact, atol=1e-3)
     text = str(jax.make_jaxpr(quantized.apply)(stored, IDS))
-    assert text.count("= quantized_matmul") == 3  # the dense layer adds a bias in its own
+    assert text.count("= quantized_matmul") == 3  # the product of the dense layer includes its bias
 
 
 def test_changed_variables_come_back(model):
@@ -185,7 +185,7 @@ def test_a_table_that_other_code_reads_is_quantized():
     assert [layer.path for layer in report.layers] == ["embed", "up"] and report.coverage == 1
     wanted: Any = Tied().apply(floats(variables, stored), IDS)
     np.testing.assert_allclose(model.apply(stored, IDS), wanted, atol=1e-3)
-    # A head that is `attend` is a method of the layer, which is intercepted.
+    # A head that calls `attend` uses an intercepted method of the layer.
     plain, stored, _ = quantize_model(Tied(), variables, EVERYTHING, IDS, True)
     np.testing.assert_allclose(plain.apply(stored, IDS, True), wanted, atol=1e-3)
 
@@ -220,7 +220,7 @@ def test_code_that_does_something_else_is_refused_when_it_runs():
         model.apply(stored, X)
 
 
-# --- models that hold a module and its parameters -------------------------------------------------
+# --- models that contain a module and its parameters ----------------------------------------------
 
 
 def test_a_pretrained_model_is_quantized_in_place():

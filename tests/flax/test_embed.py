@@ -1,4 +1,4 @@
-"""Quantized embeddings: a lookup is that of the dequantized table, and reads little else."""
+"""Quantized embeddings: lookups match the dequantized table and need little memory."""
 
 import dataclasses
 import re
@@ -40,7 +40,7 @@ def quantized(format=FORMAT, **options):
 
 
 def twin(layer, **options):
-    """The float layer with the weights that the packed ones stand for."""
+    """The float layer with the dequantized weights."""
     source = nnx_embed(**options)
     source.embedding.set_value(dequantized(layer.kernel).T)
     return source
@@ -110,7 +110,7 @@ def test_a_lookup_dequantizes_no_other_embedding():
     compiled = look.lower(table, tokens).compile()
     memory = compiled.memory_analysis()
     assert memory is not None
-    # Less than eight floats for each value that is looked up; the table has 2000 times as many.
+    # Less than eight floats per looked-up value; the table is 2000 times larger.
     assert memory.temp_size_in_bytes < 8 * 4 * count * features
     shapes = re.findall(r"= \w+\[([\d,]+)\]\S* (?!parameter)", compiled.as_text() or "")
     sizes = [np.prod([int(size) for size in shape.split(",")]) for shape in shapes]
@@ -293,7 +293,7 @@ def _rounded(floats, layer, name):
     return {"params": {**floats["params"], layer: {**floats["params"][layer], name: weight}}}
 
 
-# --- refusals ------------------------------------------------------------------------------------
+# --- errors --------------------------------------------------------------------------------------
 
 
 def test_wrong_inputs_and_layers_are_refused():

@@ -1,4 +1,4 @@
-"""Sharding metadata of Flax layers: what the quantized ones say, and what their products send."""
+"""Sharding metadata of quantized Flax layers, and collectives of their products."""
 
 import contextlib
 from typing import Any
@@ -36,7 +36,7 @@ def mesh(request):
 
 @contextlib.contextmanager
 def unplaced():
-    """Variables are made with their metadata, and stay on one device."""
+    """Variables get metadata, but stay on one device."""
     with nnx.use_eager_sharding(False):
         yield
 
@@ -47,7 +47,7 @@ def specs(layer: nnx.Module) -> dict[str, Any]:
 
 
 class Mlp(nnx.Module):
-    """Columns of the first matrix and rows of the second are divided, by logical names."""
+    """Shards columns of the first matrix and rows of the second, by logical names."""
 
     def __init__(self, width: int, hidden: int, rules: Any = ()):
         rngs, options = nnx.Rngs(0), {"sharding_rules": rules} if rules else {}
@@ -67,14 +67,14 @@ RULES = (("embed", None), ("mlp", "b"))
 X = np.random.default_rng(0).normal(size=(8, 256)).astype(np.float32)
 
 
-# --- what the metadata says ----------------------------------------------------------------------
+# --- metadata ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("format", "shards", "groups"),
     [
         (FOUR, (1, 1), "embed"),
-        (INT4, (1, 1), None),  # a part of k might end inside a group of 128
+        (INT4, (1, 1), None),  # a shard of k might end inside a group of 128
         (INT4, (2, 1), "embed"),
         (Format(8, -1), (2, 1), None),
     ],
@@ -199,7 +199,7 @@ def test_kernels_of_several_axes_are_divided_by_the_first():
 
 
 @pytest.mark.parametrize(
-    ("hidden", "inside", "mesh"),  # whole atoms and padded parts, in `set_mesh` and without it
+    ("hidden", "inside", "mesh"),  # unpadded and padded shards, with and without `set_mesh`
     pairwise((512, 200), (True, False), KINDS),
     indirect=["mesh"],
 )

@@ -1,4 +1,4 @@
-"""Layers with several contracted, batch and output axes: each is its fake-quantized twin."""
+"""Layers with several contracted, batch and output axes, compared with fake quantization."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ def random(*shape, dtype="float32", seed=0):
 
 
 def in_order(shape, axis):
-    """The contracted axes from the first to the last, as Flax takes them."""
+    """The contracted axes in ascending order, like Flax."""
     axes = axis if isinstance(axis, tuple) else (axis,)
     return sorted(a % len(shape) for a in axes)
 
@@ -67,7 +67,7 @@ def quantized(name, format=FORMAT, **options):
 
 
 def expected(name, x, kernel, bias):
-    """The exact result and the bound on the error of a right one."""
+    """The exact result and the error bound."""
     shape, axis, batch, features = LAYERS[name]
     contracted = in_order(shape, axis)
     rows = [a for a in range(batch, len(shape)) if a not in contracted]
@@ -92,7 +92,7 @@ def test_nnx_layer_is_the_product_with_the_dequantized_kernel(name):
     assert layer.bias is source.bias and layer.bias is not None
     got = nnx.jit(lambda layer, x: layer(x))(layer, x)
     assert_within(got, *expected(name, x, layer.kernel, layer.bias[...]))
-    # The float layer with the weights that the packed ones stand for agrees on axes and order.
+    # The float layer with dequantized weights has the same axes in the same order.
     rounded = dequantized(layer.kernel).reshape(source.kernel.shape)
     assert jnp.abs(rounded - source.kernel[...]).max() < jnp.abs(source.kernel[...]).max() / 7
     source.kernel.set_value(rounded)
@@ -231,7 +231,7 @@ def test_nnx_attention_is_its_fake_quantized_twin():
         kernel.set_value(dequantized(getattr(model.attention, name).kernel).reshape(kernel.shape))
     got = nnx.jit(lambda model, x: model(x))(model.attention, x)
     np.testing.assert_allclose(got, twin(x), atol=1e-5)
-    assert jnp.abs(got - before).max() > 1e-3  # rounding is visible
+    assert jnp.abs(got - before).max() > 1e-3  # quantization changes the result
     errors = [layer.error for layer in report.layers]
     assert all(error is not None and 0.01 < error < 0.2 for error in errors)
 
@@ -266,13 +266,13 @@ def test_linen_attention_is_its_fake_quantized_twin(scanned):
     assert jnp.abs(got - module.apply(floats, x, None)[0]).max() > 1e-3
 
 
-# --- refusals ------------------------------------------------------------------------------------
+# --- errors --------------------------------------------------------------------------------------
 
 
 def test_inputs_that_do_not_fit_are_refused():
     layer = quantized("many to one")
     with pytest.raises(ValueError, match=r"is \(2, 48\) along the contracted axes \(2, 3\), but"):
-        layer(random(2, 3, 2, 48))  # as many values as the kernel has
+        layer(random(2, 3, 2, 48))  # the number of values matches the kernel
     with pytest.raises(ValueError, match=r"have 1 axes, but the layer contracts the axes \(-2, -1"):
         layer(random(96))
     with pytest.raises(ValueError, match=r"is \(2,\) along the batch axes \(0,\), but .* \(3,\)"):

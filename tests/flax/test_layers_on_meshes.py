@@ -1,4 +1,4 @@
-"""Layers with reshaped kernels and embeddings on meshes: their values, and where results lie."""
+"""Layers with reshaped kernels and embeddings on meshes: values, and shardings of results."""
 
 import dataclasses
 import re
@@ -26,13 +26,13 @@ def on_cpu():
 
 
 def make_mesh(kind: AxisType) -> jax.sharding.Mesh:
-    """Two by four devices, a and b."""
+    """Two by four devices, axes a and b."""
     return jax.make_mesh((2, 4), ("a", "b"), axis_types=(kind,) * 2, devices=jax.devices("cpu"))
 
 
 @dataclasses.dataclass
 class Case:
-    """A layer, how its kernel and its inputs are sharded, and the sharding of the result."""
+    """A layer, and the shardings of its kernel, inputs and result."""
 
     make: Callable[[], Any]
     kernel: dict[str, Any]

@@ -1,4 +1,4 @@
-"""`jaxlowbit.linen`: the layer is `nn.Dense`, and a quantized model its fake-quantized twin."""
+"""`jaxlowbit.linen`: layers match `nn.Dense`, and models match fake quantization."""
 
 import functools
 from typing import Any
@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Two blocks, called one after the other or scanned over; `repeat` applies each again."""
+    """Two blocks, called in sequence or by scan; `repeat` applies each several times."""
 
     lifted: tuple[str, ...] = ()
     repeat: int = 1
@@ -61,7 +61,7 @@ MODELS = {
 
 @functools.cache
 def _initialised(module):
-    """Variables as Flax might make them, without a program that does."""
+    """Variables as Flax makes them, without running its initializer."""
     rng = np.random.default_rng(0)
 
     def leaf(path: Any, of: Any) -> jax.Array:
@@ -73,18 +73,18 @@ def _initialised(module):
 
 
 def initialised(module):
-    """Variables of the float model, in dicts of their own."""
+    """Variables of the float model, in new dicts."""
     return jax.tree.map(lambda leaf: leaf, _initialised(module))
 
 
 def flat(tree) -> dict[tuple[str, ...], Any]:
-    """`flatten_dict`, whose own type includes what it returns for other arguments only."""
+    """`flatten_dict` with a narrower return type."""
     leaves: Any = traverse_util.flatten_dict(tree)
     return leaves
 
 
 def kernels(model, variables):
-    """The quantized kernels by path."""
+    """Quantized kernels by path."""
     leaves = flat(variables["quantized"])
     found = {}
     for path, format in model.formats:
@@ -98,7 +98,7 @@ def kernels(model, variables):
 
 
 def rounded(model, variables, floats):
-    """The float variables with the weights that the quantized ones stand for."""
+    """The float variables with the dequantized weights."""
     params = flat(floats["params"])
     params |= {(*p, "kernel"): dequantized(q) for p, q in kernels(model, variables).items()}
     return {"params": traverse_util.unflatten_dict(params)}
@@ -167,7 +167,7 @@ def test_model_equals_its_fake_quantized_twin(name):
     got = jax.jit(model.apply)(variables, TOKENS)
     expected = jax.jit(module.apply)(rounded(model, variables, floats), TOKENS)
     np.testing.assert_allclose(got, expected, atol=1e-4)
-    assert jnp.abs(got - before).max() > 1e-2  # rounding is visible
+    assert jnp.abs(got - before).max() > 1e-2  # quantization changes the result
     blocks = ["blocks"] if name == "scanned" else ["block_0", "block_1"]
     layers = ["qkv", "out_proj", "up", "down"]
     assert [layer.path for layer in report.layers if layer.format] == [
@@ -229,7 +229,7 @@ def test_rules_and_report():
     assert "2 of 10 layers quantized" in str(report)
 
 
-# --- refusals ------------------------------------------------------------------------------------
+# --- errors --------------------------------------------------------------------------------------
 
 
 def test_models_that_cannot_be_quantized_are_refused():

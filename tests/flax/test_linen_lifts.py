@@ -1,4 +1,4 @@
-"""Linen's transformations around quantized layers, and weights that a model computes itself."""
+"""Linen's transformations around quantized layers, and weights computed from parameters."""
 
 from typing import Any
 
@@ -13,11 +13,11 @@ from helpers import dequantized
 from jaxlowbit import Format, QuantizedArray
 from jaxlowbit.linen import QuantizedDense, quantize_model
 
-WIDTH = 56  # a block is padded
+WIDTH = 56  # not a multiple of 64
 KEY = jax.random.key(0)
 X = jnp.asarray(np.random.default_rng(0).standard_normal((3, WIDTH), np.float32))
 FORMAT = Format(8, 32)
-ALIKE = Format(8, 48), Format(8, 32)  # words and scales of both have the same shapes
+ALIKE = Format(8, 48), Format(8, 32)  # their words and scales have equal shapes
 AXES: Any = {"params": 0, "quantized": 0}
 
 
@@ -38,7 +38,7 @@ JittedBlock = nn.jit(Block)
 
 
 class Model(nn.Module):
-    """What `run` does, given the module and its inputs."""
+    """Calls `run` with the module and its inputs."""
 
     run: Any
 
@@ -83,7 +83,7 @@ def leaves(tree: Any) -> dict[tuple[str, ...], Any]:
 
 
 def twin(model: Any, variables: Any, floats: Any) -> Any:
-    """The float variables with the weights that the quantized ones stand for."""
+    """The float variables with the dequantized weights."""
     params, stored = leaves(floats["params"]), leaves(variables["quantized"])
     for path, format in model.formats:
         k, n = params[*path, "kernel"].shape[-2:]
@@ -95,12 +95,12 @@ def twin(model: Any, variables: Any, floats: Any) -> Any:
 
 @pytest.mark.parametrize("name", LIFTS)
 def test_layers_are_found_and_compute_what_the_twin_does(name):
-    if "jit" in name:  # whose layers flax traces once
+    if "jit" in name:  # flax traces the layers of `nn.jit` once
         jax.clear_caches()
     module: Any = Model(LIFTS[name])
     floats, rng = jax.eval_shape(module.init, KEY, X), np.random.default_rng(0)
     floats = jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape) / 7, a.dtype), floats)
-    module.apply(floats, X)  # after which `nn.jit` has a trace of the floats
+    module.apply(floats, X)  # `nn.jit` caches the trace with floats
     model, variables, report = quantize_model(module, floats, FORMAT, X)
     expected = [path[:-1] for path in leaves(floats["params"]) if path[-1] == "kernel"]
     assert [layer.path for layer in report.layers] == [".".join(path) for path in expected]
@@ -186,7 +186,7 @@ def test_quantized_layers_of_the_module_keep_their_variables():
     np.testing.assert_allclose(model.apply(variables, X), want, atol=1e-4)
 
 
-# --- weights that are computed from parameters ---------------------------------------------------
+# --- weights computed from parameters ------------------------------------------------------------
 
 
 def doubled(variables: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A `QuantizedModel` in the place of its Linen module: what that does, and what it raises."""
+"""`QuantizedModel` used like its Linen module: results and errors."""
 
 import functools
 from typing import Any
@@ -16,7 +16,7 @@ from jaxlowbit.linen import quantize_model
 KEY = jax.random.key(0)
 WIDTH = 40
 X = np.random.default_rng(0).normal(size=(3, WIDTH)).astype(np.float32)
-FORMAT = Format(8, 16)  # near the floats
+FORMAT = Format(8, 16)  # close to the float model
 
 
 class Encoder(nn.Module):
@@ -26,7 +26,7 @@ class Encoder(nn.Module):
 
 
 class Model(nn.Module):
-    """Submodules, a list of such, a method, and variables that change."""
+    """Submodules, a list of submodules, a method, and mutable variables."""
 
     def setup(self):
         self.encoder = Encoder()
@@ -53,7 +53,7 @@ def float_variables() -> Any:
 
 @functools.cache
 def quantized() -> tuple[Any, Any]:
-    """The model of `MODULE`, and its variables."""
+    """The quantized `MODULE`, and its variables."""
     model, variables, _ = quantize_model(MODULE, float_variables(), FORMAT, X, mutable=MUTABLE)
     return model, variables
 
@@ -62,7 +62,7 @@ def close(got: Any, want: Any) -> None:
     np.testing.assert_allclose(got, want, atol=0.1)
 
 
-# --- initialised ----------------------------------------------------------------------------------
+# --- initialization -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rngs", [KEY, {"params": KEY, "dropout": KEY}], ids=["key", "keys"])
@@ -107,7 +107,7 @@ def test_init_of_stacks(box):
     jax.tree.map(np.testing.assert_array_equal, again, variables)
 
 
-# --- bound and called -----------------------------------------------------------------------------
+# --- bound modules and calls ----------------------------------------------------------------------
 
 
 def test_bound_models_are_called_and_have_methods_and_submodules():
@@ -140,7 +140,7 @@ def test_submodules_are_unbound():
     np.testing.assert_array_equal(jax.jit(block.apply)(variables, X), bound.blocks[0](X))
 
 
-# --- heads that are tied by hand ------------------------------------------------------------------
+# --- manually tied heads --------------------------------------------------------------------------
 
 
 def by_apply(table: jax.Array, x: jax.Array) -> Any:
@@ -169,7 +169,7 @@ def test_heads_tied_by_hand_are_kept(head):
     close(model.bind(variables)(tokens), Tied().apply(floats, tokens))
 
 
-# --- what is raised -------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 def raised(call: Any) -> Exception:

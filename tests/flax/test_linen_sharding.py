@@ -1,4 +1,4 @@
-"""Boxes of Linen variables: what those of quantized kernels say, and what their products send."""
+"""Sharding boxes of quantized Linen variables, and collectives of their products."""
 
 from typing import Any
 
@@ -42,7 +42,7 @@ def partitioned(*names, init=initial):
 
 
 class Mlp(nn.Module):
-    """Columns of the first matrix and rows of the second are divided."""
+    """Shards columns of the first matrix and rows of the second."""
 
     hidden: int = 512
     partitioned: Any = logical

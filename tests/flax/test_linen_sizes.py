@@ -1,4 +1,4 @@
-"""Linen: kernels are held to the sizes of inputs and layers, though words are padded to blocks."""
+"""Linen: sizes of kernels must match inputs and layers, even though words are padded."""
 
 from typing import Any
 
@@ -74,7 +74,7 @@ def test_models_refuse_inputs_of_another_width(name):
             apply(variables, random(*wrong))
 
 
-# Layers with inputs, those that have the variables of another layer, and the sizes of that.
+# Layers with inputs, layers with variables of a different size, and that size.
 LAYERS: Any = {
     "features": (QuantizedDense(64, FORMAT), (3, 40), QuantizedDense(24, FORMAT), (40, 24)),
     "inputs": (QuantizedDense(24, FORMAT), (3, 60), (3, 40), (40, 24)),
@@ -94,7 +94,7 @@ LAYERS: Any = {
 
 
 def ones(layer: Any, x: Any) -> Any:
-    """Variables of a layer, of words that stand for nothing in particular."""
+    """Variables of a layer, with arbitrary words."""
     return jax.tree.map(lambda a: jnp.ones(a.shape, a.dtype), jax.eval_shape(layer.init, KEY, x))
 
 
@@ -193,7 +193,7 @@ def test_variables_of_an_array(shape):
     variables = variables_of(array)
     got = apply({"quantized": variables}, x)
     np.testing.assert_allclose(got, x @ array.dequantize(), atol=1e-5)
-    # Users get them from Flax, but for the padding.
+    # Flax returns the same entries, without the padding.
     assert serialization.to_state_dict(array).keys() == variables.keys() - {"padding"}
 
 

@@ -23,7 +23,7 @@ import jaxlowbit.nnx
 from jaxlowbit import Format, QuantizedArray
 
 FORMAT = Format(bits=4, group_size=32, zero="integer")
-EVERY = {"": FORMAT}  # the embedding, tied to the logits, too
+EVERY = {"": FORMAT}  # includes the embedding, tied to the logits
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +85,7 @@ def _pull_nnx(graph: Any, state: Any, x: Any, cotangent: Any) -> Any:
 
 
 class LinenModel:
-    """The same interface for a Linen module and its variables."""
+    """A Linen module and its variables, with the interface of `NnxModel`."""
 
     def __init__(self, **options: Any):
         self.options = options

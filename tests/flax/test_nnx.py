@@ -1,4 +1,4 @@
-"""`jaxlowbit.nnx`: the layer is `nnx.Linear`, and NNX's transformations know it."""
+"""`jaxlowbit.nnx`: layers match `nnx.Linear`, also under NNX's transformations."""
 
 import dataclasses
 
@@ -27,7 +27,7 @@ def random(*shape, dtype="float32", seed=0):
 
 
 def linear(**options):
-    """A linear layer whose bias, if any, is not zero."""
+    """A linear layer; its bias, if any, is nonzero."""
     options = {"bias_init": initial, "kernel_init": initial, **options}
     return nnx.Linear(K, N, rngs=nnx.Rngs(1), **options)
 
@@ -265,7 +265,7 @@ def test_another_layout_version_is_refused(tmp_path):
         check_layout_version(restored)
 
 
-# --- refusals ------------------------------------------------------------------------------------
+# --- errors --------------------------------------------------------------------------------------
 
 
 def test_layers_that_are_no_plain_linear_are_refused():

@@ -1,4 +1,4 @@
-"""`jaxlowbit.nnx.quantize_model`: which layers change, what they compute then, what is reported."""
+"""`jaxlowbit.nnx.quantize_model`: replaced layers, results and reports."""
 
 import re
 from typing import Any
@@ -58,7 +58,7 @@ TOKENS = jnp.arange(2 * 7).reshape(2, 7) * 5 % VOCABULARY
 
 
 def rounded(model, quantized):
-    """The float model with the weights that the quantized one stands for."""
+    """The float model with the dequantized weights."""
     layers: dict[Any, Any] = dict(nnx.iter_modules(model))
     for path, layer in nnx.iter_modules(quantized):
         if isinstance(layer, QuantizedLinear):
@@ -71,7 +71,7 @@ def quantized_paths(model):
     return {".".join(map(str, p)) for p, m in modules if isinstance(m, QuantizedLinear)}
 
 
-# --- what the model computes ---------------------------------------------------------------------
+# --- results -------------------------------------------------------------------------------------
 
 
 def test_tied_blocks_stay_tied():
@@ -109,7 +109,7 @@ def test_stacked_layers():
     np.testing.assert_allclose(apply(stack), apply(rounded(twin, stack)), atol=1e-4)
 
 
-# --- how it is done ------------------------------------------------------------------------------
+# --- adapters ------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -203,7 +203,7 @@ def test_report():
     assert repr(report) == str(report)
 
 
-# --- refusals ------------------------------------------------------------------------------------
+# --- errors --------------------------------------------------------------------------------------
 
 
 def untouched(model, rules, error, message):

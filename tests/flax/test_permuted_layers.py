@@ -1,4 +1,4 @@
-"""Flax layers that hold a weight with permuted rows: products, lookups, and what is stored."""
+"""Flax layers with permuted rows: products, lookups and checkpoints."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def random(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def permuted(*lead: int, shards: tuple[int, int] = (1, 1)) -> QuantizedArray:
-    """An array (*lead, K, N) whose rows are stored in an order that is not its own inverse."""
+    """An array (*lead, K, N) with permuted rows; the permutation is not an involution."""
     order = np.argsort(random(*lead, shards[0], K // shards[0], seed=1)).reshape(*lead, K)
     array = quantize(random(*lead, K, N), FORMAT, shards=shards, permutation=order)
     assert array.permutation is not None

@@ -1,4 +1,4 @@
-"""Models that cannot be quantized as asked are left as they are, and all reasons are given."""
+"""Failed quantization leaves models unchanged and reports all reasons."""
 
 from typing import Any
 
@@ -29,11 +29,11 @@ def integers(kernel):
 
 
 def wide(kernel):
-    """Finite, with groups of a span beyond float16."""
+    """Finite weights with groups whose range exceeds float16."""
     return kernel.astype(jnp.float16).at[0, 0].set(6e4).at[1, 0].set(-6e4)
 
 
-# How the weights of a middle layer are changed, the rules, the shards, and the reason.
+# Change of a middle layer's weights, rules, shards, and the expected reason.
 UNUSABLE: Any = {
     "values": (infinite, INT4, (1, 1), r"values that are NaN or infinite, the first at \(3, 4\)"),
     "dtype": (integers, INT4, (1, 1), r"weight is int32, but it is float32"),
@@ -127,7 +127,7 @@ def test_only_weights_that_scales_surely_hold_are_not_looked_at_closely(dtype):
         assert has_scales(ordinary.at[1, :2].set(jnp.array(values, dtype))) == expected
 
 
-# --- NNX modules that rewrite the weights of others ----------------------------------------------
+# --- NNX modules that update weights of other modules --------------------------------------------
 
 
 class Wrapped(nnx.Module):

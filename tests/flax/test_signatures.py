@@ -1,4 +1,4 @@
-"""Layers take the arguments of the Flax layers that they stand for."""
+"""Quantized layers take the arguments of the Flax layers that they replace."""
 
 import inspect
 import re
@@ -24,7 +24,7 @@ LAYERS: dict[tuple[Any, Any], set[str]] = {
     (nn.Einsum, jl_linen.QuantizedEinsum): {"precision"},
     (nn.Embed, jl_linen.QuantizedEmbed): set(),
 }
-"""Layers of Flax and of this package, and arguments that a quantized product has not."""
+"""Layers of Flax and of this package, and Flax arguments without a quantized counterpart."""
 ALL = [pytest.param(*pair, id=f"{pair[0].__module__}.{pair[0].__name__}") for pair in LAYERS]
 
 
@@ -34,13 +34,13 @@ def parameters(function: Any) -> dict[str, inspect.Parameter]:
 
 @pytest.mark.parametrize(("theirs", "ours"), ALL)
 def test_constructors_take_the_same(theirs, ours):
-    """With the same defaults; Linen's `Einsum` may have its equation in each call instead."""
+    """Defaults are the same too, except that Linen's `Einsum` may get its equation per call."""
     wanted, found = parameters(theirs.__init__), parameters(ours.__init__)
     assert wanted.keys() - found.keys() == LAYERS[theirs, ours]
     assert found.keys() - wanted.keys() == {"format", "shards", "lhs_qtype"}
     for name in (wanted.keys() & found.keys()) - {"einsum_str"}:
         default, own = wanted[name].default, found[name].default
-        initialiser = name.endswith("_init")  # a function, made anew for each class
+        initialiser = name.endswith("_init")  # each class creates a new function
         assert callable(own) if initialiser else own == default, name
 
 

@@ -1,4 +1,4 @@
-"""Quantized activations on a GPU: one custom call, which multiplies 8 bits on Hopper."""
+"""Quantized activations on a GPU: one custom call, which uses 8-bit tensor cores on Hopper."""
 
 import functools
 from typing import Any
@@ -54,7 +54,7 @@ def is_one_call(function: Any, *operands: Any, name: str = "quantized_activation
 @pytest.mark.parametrize("m", [31, 45, 192, 301, 1000])
 @pytest.mark.parametrize("out", ["bfloat16", "float32", "float16"])
 def test_products_are_within_the_bound(dtype, format, m, out):
-    n, k = 200, 1000  # neither fills tiles, and k is no multiple of 16
+    n, k = 200, 1000  # not multiples of the tile; k is not a multiple of 16
     lhs = quantize_activations(normal((m, k), out, 0), dtype)
     rhs = quantize(normal((k, n), "bfloat16", 1), format)
     one_sum = dtype == "int8" and (format.group_size == -1 or format.scale == "int8")
@@ -63,7 +63,7 @@ def test_products_are_within_the_bound(dtype, format, m, out):
     result = jax.jit(quantized_matmul)(lhs, rhs)
     assert result.dtype == out
     found = np.asarray(result).astype(np.float64)
-    # Its share for the rounding of weights covers the 13 bits that sums of float8 products keep.
+    # Its term for the rounding of weights covers the 13 bits of float8 accumulators.
     oracle = Oracle.of(lhs.values.astype(jnp.bfloat16), dequantize(rhs))
     scale = np.asarray(lhs.scale).astype(np.float64)
     bound = oracle.bound(jnp.float32 if in_8_bits else jnp.bfloat16) * scale
@@ -122,7 +122,7 @@ def test_tokens_of_zeros_and_of_no_numbers(dtype):
 @pytest.mark.parametrize(("m", "width", "hidden"), [(201, 208, 304), (512, 1024, 2048)])
 @pytest.mark.parametrize("silent", [True, False], ids=["no MLP", "all"])
 def test_a_block_rounds_its_rows(dtype, format, m, width, hidden, silent):
-    """A token of no numbers spoils no other. Without an MLP few values are rounded otherwise."""
+    """A NaN affects only its token. Without the MLP, fewer values round differently."""
     attended, x = (normal((m, width), "bfloat16", seed) for seed in (0, 1))
     attended = attended.at[7, 3].set(jnp.nan)
     norm = 1 + normal((width,), "float32", 2) / 8
@@ -141,7 +141,7 @@ def test_a_block_rounds_its_rows(dtype, format, m, width, hidden, silent):
 
     assert is_one_call(block, *operands, name="rounded_block")
 
-    # One operation at a time, since XLA does not round between those of one program.
+    # Without jit: XLA does not round between the operations of a program.
     product = functools.partial(quantized_matmul, lhs_qtype=dtype)
     y = x + product(attended, out)
     normed = rms_norm(y, operands[3], 1e-5)
@@ -154,7 +154,7 @@ def test_a_block_rounds_its_rows(dtype, format, m, width, hidden, silent):
         got, want = (np.asarray(rows).astype(np.float64) for rows in (got, want))
         assert np.isnan(got[7]).all() and np.isnan(want[7]).all()
         got, want = (np.delete(rows, 7, 0) for rows in (got, want))
-        # Rows that differ in a last bit of bfloat16 may be rounded to the next value of 8 bits.
+        # A difference in the last bit of bfloat16 may round to the adjacent 8-bit value.
         assert np.linalg.norm(got - want) <= (0.01 if silent else 0.04) * np.linalg.norm(want)
         assert np.abs(got - want).max() <= 0.3 * want.std()
 
@@ -186,13 +186,13 @@ def test_derivatives_are_those_of_the_composition():
     np.testing.assert_allclose(found, expected, rtol=2e-2, atol=2e-2 * float(jnp.abs(found).max()))
 
 
-# --- the call that rounds -------------------------------------------------------------------------
+# --- rounding inside the call ---------------------------------------------------------------------
 
 FLOATS = ("bfloat16", "float16", "float32")
 
 
 def rounding(x: Any, dtype: str, factor: Any = None) -> tuple[np.ndarray, np.ndarray]:
-    """What `quantize_activations` means: values, in float32, and scales of tokens (m, 1)."""
+    """Reference for `quantize_activations`: values in float32, and scales of tokens (m, 1)."""
     floats, most = np.asarray(x).astype(np.float32), np.float32(127 if dtype == "int8" else 448)
     with np.errstate(all="ignore"):
         floats = floats if factor is None else floats / np.asarray(factor)
@@ -205,7 +205,7 @@ def rounding(x: Any, dtype: str, factor: Any = None) -> tuple[np.ndarray, np.nda
 
 
 def tokens(m: int, k: int, dtype: str) -> jax.Array:
-    """Activations of every magnitude; the first tokens are what rounding has cases for."""
+    """Activations of every magnitude; the first tokens are special cases of rounding."""
     rng = np.random.default_rng(m + k)
     x = rng.normal(size=(m, k)) * 10.0 ** rng.uniform(-4, 4, (m, 1))
     x[5] = 2.0**-130 * rng.integers(-9, 10, k)
@@ -220,7 +220,7 @@ def tokens(m: int, k: int, dtype: str) -> jax.Array:
 
 
 def in_order(values: Any, k: int) -> np.ndarray:
-    """The values of a call, whose columns are interleaved; zeros follow the last."""
+    """The values of a call with interleaved columns put in order; the padding must be 0."""
     halves = np.asarray(values).astype(np.float32).reshape(values.shape[0], -1, 8, 2)
     columns = np.swapaxes(halves, -1, -2).reshape(values.shape)
     np.testing.assert_array_equal(columns[:, k:], 0)
@@ -242,7 +242,7 @@ def assert_rounded(
     np.testing.assert_array_equal(np.asarray(scale)[:, None], expected[1])
 
 
-# Rows of no whole vector; of one unit, and of one and two units of a thread; longer ones; many.
+# Rows shorter than a vector, of one unit, of one and two units per thread, longer; and large M.
 SHAPES = [(9, 3), (33, 1001), (34, 16), (40, 1000), (65, 8192), (40, 17000), (36, 40008)]
 SHAPES += [(9000, 72)]
 
@@ -270,7 +270,7 @@ def test_every_value_is_that_of_numpy_with_a_factor(k, kind, dtype):
 def test_values_of_few_rows_are_bfloat16(m, k, kind, dtype):
     rhs = quantize(normal((k, 192), "bfloat16", 1), Format(4, 64))
     x = tokens(40, k, kind)[9 - m % 9 : 9 - m % 9 + m]
-    if kind != "bfloat16" or m > 2:  # else the product rounds them, and nobody writes values
+    if kind != "bfloat16" or m > 2:  # else the product rounds in registers and writes no values
         assert_rounded(x, rhs, dtype, stored="bfloat16")
     assert_rounded(x, rhs, dtype, jnp.exp(normal((k,), "float32", 2)), stored="bfloat16")
 
@@ -279,7 +279,7 @@ def test_values_of_few_rows_are_bfloat16(m, k, kind, dtype):
 @pytest.mark.parametrize("k", [64, 1024, 4032])
 @pytest.mark.parametrize("out", ["bfloat16", "float32"])
 def test_every_value_that_the_product_rounds_is_that_of_numpy(k, dtype, out):
-    """The identity shows the values of bfloat16 rows, times their scales."""
+    """Products with an identity give the rounded bfloat16 rows times their scales."""
     rhs = QuantizedArray.from_integers(np.eye(k, dtype=np.int8), jnp.ones((1, k)), format=Format(8))
     whole = tokens(9, k, "bfloat16")
     product = jax.jit(
@@ -305,7 +305,7 @@ def test_every_value_that_the_product_rounds_is_that_of_numpy(k, dtype, out):
 @pytest.mark.parametrize("own_buffers", [True, False])
 @pytest.mark.parametrize("dtype", WEIGHTS)
 def test_few_rows_at_odd_places_and_results_over_them(monkeypatch, dtype, own_buffers):
-    """Two kernels round and multiply what one reads while it writes; sums are exact in int8."""
+    """The result overlaps the activations, so two kernels round and multiply; int8 is exact."""
     if not own_buffers:
         monkeypatch.setattr(call, "apart", lambda *arrays: arrays)
     d, m = 512, 4
@@ -351,7 +351,7 @@ def test_products_of_few_rows(format, kind, dtype):
         values, scale = rounding(x, dtype)
         oracle = Oracle.of(jnp.asarray(values, jnp.bfloat16), dequantize(rhs)).scaled(scale)
         np.testing.assert_array_equal(np.isnan(found), np.isnan(oracle.exact))
-        # What is far larger than the dtype holds is infinite.
+        # Values far beyond the dtype's range are infinite.
         small = np.abs(oracle.exact) < float(jnp.finfo(kind).max) / 2
         close = np.abs(found - oracle.exact) <= oracle.bound(jnp.dtype(kind))
         assert close[small].all()
@@ -360,7 +360,7 @@ def test_products_of_few_rows(format, kind, dtype):
 @kinds
 @pytest.mark.parametrize("kind", FLOATS)
 def test_the_product_is_that_of_rounded_activations(dtype, format, kind):
-    """To the bit: the same kernel multiplies the same values."""
+    """Bitwise: the same kernel multiplies the same values."""
     m, k, n = 301, 1000, 200
     x, rhs = tokens(m, k, kind), quantize(normal((k, n), "bfloat16", 1), format)
     values, scale = rounding(x, dtype)
@@ -370,7 +370,7 @@ def test_the_product_is_that_of_rounded_activations(dtype, format, kind):
     expected = jax.jit(quantized_matmul)(given, rhs)
     batch = jax.jit(jax.vmap(product, (0, None)))(x.reshape(7, 43, k), rhs)
     for found in (jax.jit(product)(x, rhs), batch.reshape(m, n)):
-        # In float32, since NaN of bfloat16 are unequal to NumPy.
+        # In float32, since NumPy compares NaN of bfloat16 as unequal.
         floats, want = (np.asarray(y).astype(np.float32) for y in (found, expected))
         np.testing.assert_array_equal(floats, want)
     wide = jax.jit(functools.partial(quantized_matmul, preferred_element_type=jnp.float32))
@@ -423,7 +423,7 @@ def test_operands_at_odd_places_and_results_over_them(monkeypatch, dtype, own_bu
 @pytest.mark.parametrize("m", [1, 16, 256])
 @pytest.mark.parametrize("dtype", WEIGHTS)
 def test_a_chain_in_a_captured_graph(dtype, m):
-    """Eight calls, whose weights are computed in the same program; replays with other values."""
+    """Eight calls, with weights computed in the same program; replayed with other values."""
     d = 1024
     weights = [quantize(normal((d, d), "bfloat16", i), WEIGHTS[dtype][0]) for i in range(8)]
     product = functools.partial(quantized_matmul, lhs_qtype=dtype)

@@ -1,4 +1,4 @@
-"""Attention by our own kernel, as programs show it without a GPU; `test_attend_gpu.py` runs it."""
+"""Lowering of our attention kernel, without a GPU; `test_attend_gpu.py` runs it."""
 
 import collections
 import re
@@ -46,7 +46,7 @@ def test_one_custom_call_writes_the_whole_cache(cuda):
     assert "scale = 5.000000e-01 : f32" in text and "neighbours = false" in text
     assert f"schema = {extension.ffi.SCHEMA} : i64" in text
     assert "slice" not in text and f"tensor<{BATCH}x{REACH}x" not in text
-    # The caches are given away; the query, the new token and the result have their own buffers.
+    # The caches are donated; the query, the new token and the result have separate buffers.
     aliases = re.findall(r"output_tuple_indices = \[(\d)\], operand_index = (\d)", text)
     assert aliases == [("1", "7"), ("2", "8")]
     assert text.count("optimization_barrier") == 4
@@ -61,7 +61,7 @@ def test_a_window_and_all_slots_are_attributes(cuda):
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 @pytest.mark.parametrize(("batch", "splits"), [(1, 8), (8, 8), (16, 4), (64, 4)])
 def test_the_workspace_has_room_for_the_splits(cuda, batch, splits):
-    """For as many as fill a GPU, where there are slots for them."""
+    """The number of splits fills a GPU, limited by the number of slots."""
     (found,) = re.findall(r"tensor<(\d+)xui8>", lowered(batch=batch).partition("custom_call")[2])[
         :1
     ]
@@ -90,7 +90,7 @@ def test_a_build_without_kernels_has_a_reason(monkeypatch):
 
 
 def decode_step(config, monkeypatch):
-    """The text of a decode step for CUDA."""
+    """The lowered text of a decode step for CUDA."""
     monkeypatch.setattr(attention, "choose", lambda *args, **sizes: "native")
     graph, state = nnx.split(init(config, INT8, dtype=jnp.bfloat16).decoder)
     cache = jax.eval_shape(lambda: make_cache(config, BATCH, SLOTS, jnp.bfloat16))
@@ -106,7 +106,7 @@ def decode_step(config, monkeypatch):
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
 def test_a_block_of_a_decode_step_is_one_call(name, cuda, monkeypatch):
-    """The queries, keys and values of the first block are one more."""
+    """One more call computes the queries, keys and values of the first block."""
     calls = decode_step(CONFIGS[name], monkeypatch)
     assert calls == {"decode_block": CONFIGS[name].layers, "quantized_matmuls": 1}
 

@@ -1,4 +1,4 @@
-"""Attention by our own kernel on the CPU, against XLA's; `test_attend.py` has that of GPUs."""
+"""Our attention kernel on the CPU, compared with XLA; for GPUs see `test_attend_gpu.py`."""
 
 import functools
 from typing import Any, Literal, NamedTuple
@@ -51,7 +51,7 @@ CASES = {
 
 
 def operands(case: Case) -> tuple[Any, ...]:
-    """Query, key, value, positions and what is held; the second prompt is shorter."""
+    """Query, key, value, positions and cache contents; the second prompt is shorter."""
     rng = np.random.default_rng(0)
 
     def normal(length, heads):
@@ -103,7 +103,7 @@ def test_a_nan_that_is_seen_reaches_the_result():
     case = CASES["one query"]
     query, key, value, positions, held = operands(case)
     found = attend(case, "cpu", query, key.at[0, 9, 1].set(jnp.nan), value, positions, held)
-    assert np.isnan(found[0, 0, 3 * case.size :]).all()  # the heads that share these keys
+    assert np.isnan(found[0, 0, 3 * case.size :]).all()  # all heads that share these keys
     assert np.isfinite(found[0, 0, : 3 * case.size]).all() and np.isfinite(found[1]).all()
 
 

@@ -1,4 +1,4 @@
-"""`quantized_block` as one custom call of the CPU, against the composition it stands for."""
+"""`quantized_block` as one custom call of the CPU, compared with its composition."""
 
 import functools
 from typing import Any
@@ -11,7 +11,7 @@ from helpers import calls, quantize, scaled_matrices
 
 from jaxlowbit import INT4, MXFP4, MXFP8, NF4, NVFP4, Format, quantized_block
 
-D, F = 72, 200  # neither fills the last strip of 64 channels
+D, F = 72, 200  # not multiples of the strip of 64 channels
 KINDS = [
     (Format(4, 32, "float"), "float32"),
     (Format(8, 32), "float32"),
@@ -36,7 +36,7 @@ def normal(*shape, seed=0):
 
 
 def weights(format):
-    """All of one format, but that down has integers beside a codebook with scales of 16 bits."""
+    """Weights in one format, but with NF4 the down projection is INT4; scales are float16."""
     shapes = {"out": (40, D), "pair": (2, D, F), "down": (F, D), "q": (D, 64), "k": (D, 24)}
     return {
         name: quantize(
@@ -66,7 +66,7 @@ def block(rows, dtype, format, *, one_call, activation: Any = "silu", follows=Tr
             activation=activation,
         )
 
-    if not one_call:  # a derivative of it is that of the composition, and so is its value
+    if not one_call:  # `jvp` runs the composition, also for the value
         zeros = jnp.zeros_like(attended), jnp.zeros_like(residual)
         return jax.jit(lambda *x: jax.jvp(run, x, zeros)[0])(attended, residual)
     expected = ["quantized_block"] if rows else []
@@ -113,7 +113,7 @@ def test_codebooks_beside_integers_and_scales_of_8_bits(format, dtype, rows):
 
 @pytest.mark.parametrize("format", [NVFP4, Format(4, 64, scale="int8")], ids=str)
 def test_units_of_gate_and_up_from_a_stack(format):
-    """Every matrix has a unit of its own, which the index finds; some are extreme."""
+    """Each matrix has a separate tensor scale, selected by the index; some are extreme."""
     stack = quantize(normal(6, D, F), format)
     stack = scaled_matrices(stack, [3e-38, 1, 0.5, -40, 1e30, 7])
     w, norm = weights(NVFP4), 1 + normal(D, seed=9) / 8
@@ -135,7 +135,7 @@ def test_units_of_gate_and_up_from_a_stack(format):
         assert_near(jax.jit(one)(*operands), expected, jnp.bfloat16)
 
 
-# Products of one lhs in different orders: for lookups of sums, 8-bit floats, and other weights.
+# Products of one lhs with different paths: table lookups of sums, 8-bit floats, and others.
 def test_following_products_of_several_widths():
     norm, rows = 1 + normal(D, seed=9) / 8, normal(1, D, seed=8)
     w = weights(Format(4, 32))

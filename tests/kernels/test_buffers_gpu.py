@@ -37,7 +37,7 @@ def rows_of(x: Any, start: int, count: int) -> Any:
     return lax.slice_in_dim(x, start, start + count)
 
 
-# --- results over what they are computed from -----------------------------------------------------
+# --- results that overwrite their operands --------------------------------------------------------
 
 # Weights (d, d), and a function of them.
 FORMS: dict[str, tuple[Any, Any]] = {
@@ -127,7 +127,7 @@ CASES: Cases = {
 }
 
 
-# --- operands and results at any element ----------------------------------------------------------
+# --- operands and results at any offset -----------------------------------------------------------
 
 
 def inside(array: Any, start: int) -> tuple[Any, Any]:

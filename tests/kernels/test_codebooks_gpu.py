@@ -48,7 +48,7 @@ K, N = 256, 192
 
 
 def array_of(format: Format, scales: np.ndarray, dtype: str) -> QuantizedArray:
-    """Every code of a finite number, with such scales (groups, n)."""
+    """Every finite code, with the given scales (groups, n)."""
     codes = np.arange(K)[:, None] + 7 * np.arange(N)
     codes = (codes % 2**format.bits).astype(np.uint8)
     if format.codebook is not None:
@@ -79,10 +79,10 @@ def by(backend: Any, lhs: jax.Array, rhs: QuantizedArray) -> np.ndarray:
     ids=str,
 )
 def test_every_number(format, dtype):
-    """The rows of an identity give the weights themselves; in some columns NaN or infinity.
+    """Products with an identity give the weights; some columns are NaN or infinite.
 
-    Scales are at most 1, since the scale of a channel multiplies sums: a number of e5m2 times a
-    larger one may be no float16, but its product with 0 is 0.
+    Scales are at most 1: a code of e5m2 times a larger scale may overflow float16, while a kernel
+    that applies the scales of channels to accumulators would not.
     """
     array = array_of(format, scales_of(format, -4, 0), dtype)
     if format.float_dtype is not None:
@@ -99,14 +99,14 @@ def test_every_number(format, dtype):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("format", [MXFP4, NVFP4, MXFP8, NF4, FP8, Format(4, 64, codebook="e2m1")])
 def test_extreme_scales(format, dtype):
-    """Scales at both ends of what weights hold, 0 and NaN among them."""
+    """Scales at both ends of the range of weights, including 0 and NaN."""
     low, high = {"e8m0": (-14.0, 6.0), "e4m3": (-9.0, 8.0), None: (-14.0, 5.0)}[format.scale]
     scales = scales_of(format, low, high)
     scales[:, ::5], scales[:, 1::5] = 2.0**low, 2.0**high
-    scales[:, 3::5] *= format.scale == "e8m0"  # which has no 0
+    scales[:, 3::5] *= format.scale == "e8m0"  # e8m0 has no 0
     array = array_of(format, scales, dtype)
     numbers = np.array(array.scale)
-    numbers[..., 7] = np.nan  # of one channel in 64
+    numbers[..., 7] = np.nan  # one channel in 64
     array = array._with(scale=jnp.asarray(numbers))
     magnitudes = np.abs(np.asarray(array.dequantize(jnp.float32)).astype(np.float64))
     for rows in (1, 9, 40, 200):
@@ -124,10 +124,10 @@ def test_extreme_scales(format, dtype):
 @pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("format", [MXFP4, NVFP4, MXFP8], ids=str)
 def test_scales_of_a_stage(format, large):
-    """Every scale that one multiplication takes, and at the end of one channel larger ones.
+    """Every scale that one multiplication can apply; `large` adds larger ones to one channel.
 
-    Hopper's tiles of 32 rows and more load the scales of a stage once. Strips of 64 channels, and
-    splits of k, which have large scales multiply twice.
+    Hopper's tiles of 32 or more rows load the scales of a stage once. Strips of 64 channels and
+    splits of k with large scales multiply twice.
     """
     k, n = 1024, 320
     rng = np.random.default_rng(2)
@@ -156,7 +156,7 @@ def test_scales_of_a_stage(format, large):
 
 @pytest.mark.parametrize("format", [MXFP8, FP8, Format(4, 32, codebook="e2m1", scale="e8m0")])
 def test_scales_beyond_those_of_float16(format):
-    """In bfloat16 the largest and the least scales neither overflow nor vanish."""
+    """In bfloat16 the largest and smallest scales neither overflow nor vanish."""
     for exponent in (-100, -20, 60, 110):
         scales = np.full_like(scales_of(format, 0, 1), 2.0**exponent)
         array = array_of(format, scales, "bfloat16")

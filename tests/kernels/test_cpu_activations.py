@@ -1,4 +1,4 @@
-"""Rows of int8 on the CPU, which VNNI multiplies by integers, against float64."""
+"""int8 activations on the CPU, multiplied by VNNI, compared with float64."""
 
 import functools
 from typing import Any
@@ -24,11 +24,11 @@ from jaxlowbit._core.format import Zero
 pytestmark = pytest.mark.skipif(PLATFORM != "cpu", reason="the kernels of the CPU")
 
 K, N = 333, 70
-ROWS = (1, 2, 3, 4, 9, 40)  # one by one, and by panels: tiles of rows that are full and not
+ROWS = (1, 2, 3, 4, 9, 40)  # single rows, and panels with full and partial row tiles
 ZEROS = ("none", "integer", "float")
 ISA = extension.build_info()["cpu_isa"][0]
 product = jax.jit(lambda lhs, rhs: lhs @ rhs)
-# In one program, as each would take as long to compile.
+# One program for all inputs, to compile once.
 products = jax.jit(lambda inputs, rhs: [lhs @ rhs for lhs in inputs])
 
 
@@ -56,7 +56,7 @@ def weight(bits: int, group_size: int, zero: Zero, k: int = K) -> QuantizedArray
 
 
 def assert_right(got: Any, lhs: QuantizedActivations, weight: Weight) -> None:
-    """Of values in bfloat16, which are exact, times scales that round twice in float32."""
+    """Error bound: values are exact in bfloat16, and scales round twice in float32."""
     oracle = Oracle.of(np.asarray(lhs.values).astype(jnp.bfloat16), weight)
     scale = np.asarray(lhs.scale).astype(np.float64)
     exact, bound = oracle.exact * scale, oracle.bound(jnp.float32) * scale
@@ -65,7 +65,7 @@ def assert_right(got: Any, lhs: QuantizedActivations, weight: Weight) -> None:
     assert (error <= bound).all(), (error / bound).max()
 
 
-# Several groups in a block of 64, a boundary in some blocks, one, two, and four blocks or more.
+# Several groups per block of 64, boundaries inside some blocks, and one, two, four or more blocks.
 @pytest.mark.parametrize("group_size", [16, 48, 32, 96, 64, 128, 256, -1])
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_every_way_is_within_its_error_bound(bits, group_size):
@@ -77,7 +77,7 @@ def test_every_way_is_within_its_error_bound(bits, group_size):
 
 @pytest.mark.parametrize("m", [2, 500])
 def test_the_largest_sums_are_exact(m):
-    """Every code and value is the largest; several tasks of rows, and many blocks of k."""
+    """Codes and values are maximal; several tasks of rows, and many blocks of k."""
     codes = jnp.full((2000, 1), 255, jnp.uint8)
     scale, zero = jnp.ones((1, 1)), jnp.zeros((1, 1), jnp.uint8)
     rhs = QuantizedArray.from_integers(codes, scale, zero, format=Format(8, -1, "integer"))
@@ -97,7 +97,7 @@ def test_nan_and_infinity_stay_in_their_row_and_group(m):
     found = np.asarray(product(lhs, rhs._with(scale=rhs.scale.at[0, 0, 3].set(jnp.inf))))
     changed = ~np.isfinite(found).all(0)
     assert changed.sum() == 1
-    # Kernels of bfloat16 round weights beside one that is too large.
+    # With an infinite scale the bfloat16 kernel runs, which rounds weights.
     rounding = 2.0**-7 * float(np.abs(expected).max())
     np.testing.assert_allclose(found[:, ~changed], expected[:, ~changed], rtol=0, atol=rounding)
 
@@ -113,7 +113,7 @@ def test_a_matrix_of_a_stack_and_an_identity(m):
 
 
 def test_where_there_is_one_call():
-    """It must be faster than bfloat16, and a program that is exported does not know its CPU."""
+    """Only if it is faster than bfloat16; exported programs do not know their CPU."""
 
     def found(lhs: Any, rhs: Any) -> list[str]:
         return calls(lambda lhs, rhs: lhs @ rhs, lhs, rhs, platform="cpu")

@@ -1,4 +1,4 @@
-"""The CPU kernels of each instruction set of this machine but the best, which other tests run."""
+"""CPU kernels of each instruction set of this machine except the best, which other tests run."""
 
 import os
 import subprocess

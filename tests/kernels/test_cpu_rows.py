@@ -23,7 +23,7 @@ from jaxlowbit._core.format import parse_format
 
 pytestmark = pytest.mark.skipif(PLATFORM != "cpu", reason="the kernels of the CPU")
 
-ROWS = (1, 2, 3, 4, 15, 16, 17, 32, 33, 48, 70)  # one tile, two, an odd number, an even number
+ROWS = (1, 2, 3, 4, 15, 16, 17, 32, 33, 48, 70)  # one, two, odd and even numbers of tiles
 ZEROS = ("none", "integer", "float")
 
 
@@ -140,7 +140,7 @@ def test_tasks_of_several_strips_in_blocks_of_rows(group_size):
 
 @pytest.mark.parametrize("m", ROWS)
 def test_what_is_not_finite_stays_in_its_row(m):
-    """Among the rows of a tile and its padding rows."""
+    """NaN and infinity do not affect other rows of the tile, or its padding."""
     rng = np.random.default_rng(0)
     rhs = quantize(jnp.asarray(rng.standard_normal((100, 70), dtype=np.float32)), Format(4, 48))
     lhs = rng.standard_normal((m, 100)).astype(jnp.bfloat16)

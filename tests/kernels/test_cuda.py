@@ -1,4 +1,4 @@
-"""What only a GPU shows: CUDA graphs, concurrent programs, sums split over the device."""
+"""Properties that need a GPU: CUDA graphs, concurrent programs, split accumulation."""
 
 import dataclasses
 import functools
@@ -95,12 +95,12 @@ def test_a_chain_of_calls_is_replayed_from_a_graph():
 
 @pytest.mark.parametrize("format", [INT4, UINT4, Format(8)], ids=["INT4", "UINT4", "INT8"])
 def test_weights_computed_in_the_same_program(format):
-    """The call waits for what writes its operands."""
+    """The call waits for the kernels that write its operands."""
     lhs, weight = normal(7, 512), normal(512, 384, seed=1)
 
     @jax.jit
     def program(x, w):
-        rhs = jaxlowbit.quantize(w * 1, format)  # rounds ties as its device does
+        rhs = jaxlowbit.quantize(w * 1, format)  # on the device, to round ties in the same way
         return x @ rhs, rhs
 
     for _ in range(5):
@@ -133,7 +133,7 @@ def test_split_sums_are_bitwise_equal_from_run_to_run(m, n, k):
     ids=["bfloat16", "float16"],
 )
 def test_scales_small_and_large(dtype, large, small, format):
-    """A kernel may multiply by small scales otherwise than where one of many is larger.
+    """Kernels have a fast path for small scales, which one large scale among many disables.
 
     Scales are 0.01 to 0.7 times a power of two: small is below 2, in float16 below 1/32.
     """
@@ -170,9 +170,9 @@ def test_float16_sums(m, n, k, format, scale_dtype):
 
 
 def test_float16_sums_are_of_one_stage():
-    """Float16 holds the sum of a stage, of 128 products, and not one of 65536 or more.
+    """Float16 can represent the sum of a stage, 128 products, but not of 65536 or more.
 
-    Groups of 16 keep the other kernels away, which sum in float32.
+    Groups of 16 exclude the other kernels, which accumulate in float32.
     """
     rhs = quantize(jnp.ones((1024, 128), jnp.float16), Format(4, 16))
     weight = float(rhs.dequantize()[0, 0])
@@ -210,9 +210,9 @@ def test_a_gradient_holds_no_dequantized_weight():
 
 
 def test_programs_running_at_once_do_not_disturb_each_other():
-    """Threads, each with a program whose sums are split, before and after a large one of XLA.
+    """Threads run programs with split accumulation, before and after a large XLA program.
 
-    The bits are those of the first run, which was alone.
+    The bits equal the first run, when no other program was running.
     """
     rhs = quantize(normal(8192, 192), INT4)
     gate_up, down = quantize(normal(2, 192, 512, seed=1), INT4), quantize(normal(512, 256), INT4)
@@ -222,7 +222,7 @@ def test_programs_running_at_once_do_not_disturb_each_other():
     def step(x):
         first = x @ rhs
         other = (large + jnp.max(first)) @ large
-        x = jnp.where(jnp.isfinite(other).all(), x, 0)  # no bit of it, but after it
+        x = jnp.where(jnp.isfinite(other).all(), x, 0)  # adds a dependency, no values
         return first, x @ rhs, quantized_mlp(first, gate_up=gate_up, down=down, backend="cuda")
 
     def run(lhs, want):
@@ -261,7 +261,7 @@ def test_several_devices_run_their_own_products():
 
 
 def permuted(k, n, *, shards=1, seed=1):
-    """A matrix in a random order of its rows, and that order of all of k."""
+    """A matrix with randomly permuted rows, and the permutation of k."""
     rng = np.random.default_rng(seed)
     order = np.concatenate([rng.permutation(k // shards) for _ in range(shards)])
     weight = normal(k, n, seed=seed)
@@ -274,7 +274,7 @@ def permuted(k, n, *, shards=1, seed=1):
     ("k", "shards"), [(20000, 1), (4096, 1), (1000, 1), (201, 1), (512, 2), (200, 2)]
 )
 def test_calls_gather_lhs(k, shards, dtype):
-    """The bits are those of the stored rows times lhs in their order."""
+    """The bits equal a product of the stored rows and a permuted lhs."""
     rhs, order = permuted(k, 200, shards=shards)
     stored = dataclasses.replace(rhs, permutation=None)
     weight = dequantize(rhs)
@@ -289,7 +289,7 @@ def test_calls_gather_lhs(k, shards, dtype):
 
 @pytest.mark.parametrize("m", [*ROWS, 600])
 def test_calls_that_gather_wait_for_their_operands(m):
-    """Layers one after the other, from a graph; lhs, orders and weights of the same program."""
+    """A chain of layers in a graph; the same program computes lhs, permutations and weights."""
     layers = [permuted(512, 512, seed=seed)[0] for seed in range(4)]
 
     def step(product, x, one):
@@ -311,7 +311,7 @@ def test_calls_that_gather_wait_for_their_operands(m):
 
 
 def gathered_by_a_call(permutation, *, m, k=72, transposed=False, gathered=None):
-    """lhs, and how the custom call orders it, with weights (k, k) that are all zero."""
+    """lhs, and lhs as permuted by the custom call with all-zero weights (k, k)."""
     lhs = normal(m, k)[None]
     like = jax.ShapeDtypeStruct(lhs.shape, lhs.dtype)
     results = [like, like if gathered is None else gathered]
@@ -338,10 +338,10 @@ def gathered_by_a_call(permutation, *, m, k=72, transposed=False, gathered=None)
     return np.asarray(lhs), np.asarray(found)
 
 
-@pytest.mark.parametrize("m", [3000, 5000])  # columns from memory; whole rows first
+@pytest.mark.parametrize("m", [3000, 5000])  # gathers from memory; stages whole rows first
 @pytest.mark.parametrize(("k", "parts"), [(72, 6), (72, 1), (70, 10), (70, 1), (1, 1)])
 def test_positions_beyond_a_part_are_clamped_to_it(k, parts, m):
-    """Parts may end inside of the columns of a thread, and a thread has more rows than one."""
+    """Shards may end inside the columns of a thread; a thread processes several rows."""
     size = k // parts
     order = np.random.default_rng(0).integers(-3, size + 3, (parts, size))
     order[0, 0], order[-1, -1] = -(2**31), 2**31 - 1
@@ -385,7 +385,7 @@ def test_stacks_beyond_2_to_31_elements():
     stack = dataclasses.replace(stack, packed=stack.packed.at[:-1].set(0))
     want = np.asarray(lhs @ last)
     np.testing.assert_array_equal(lhs @ stack.select(32), want)
-    # A batch splits its sums otherwise than one product, so the last bit may differ.
+    # A batch splits k differently than one product, so the last bit may differ.
     every = np.asarray(lhs @ stack, np.float32)
     np.testing.assert_allclose(every[-1], want.astype(np.float32), rtol=2**-7, atol=1e-4)
     assert (every[:-1] == every[0]).all() and (every[0] != every[-1]).any()

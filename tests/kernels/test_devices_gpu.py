@@ -1,4 +1,4 @@
-"""One process and its GPUs: which it sees, first uses by many threads, backends made anew."""
+"""A process and its GPUs: visible devices, first use by many threads, and new backends."""
 
 import ctypes
 import functools
@@ -26,7 +26,7 @@ def assert_right(m: int, k: int, n: int) -> None:
 
 
 def has_context(gpu: int) -> bool:
-    """Whether this process uses a GPU, by CUDA's number."""
+    """Whether this process has a context on a GPU, given its CUDA index."""
     driver = ctypes.CDLL("libcuda.so.1")
     device, flags, active = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int()
     assert driver.cuInit(0) == 0
@@ -37,7 +37,7 @@ def has_context(gpu: int) -> bool:
 
 
 def only_gpu_1() -> None:
-    """XLA's first device is CUDA's second one: no context appears on the other."""
+    """XLA's first device is CUDA's second; no context is created on the other."""
     assert len(jax.devices()) == 1, jax.devices()
     jax.block_until_ready(normal(64, 64))
     before = has_context(0)
@@ -56,7 +56,7 @@ def backends_made_anew() -> None:
 
 
 def first_uses_of_threads() -> None:
-    """Of kernels and of programs, in 16 at once."""
+    """16 threads use kernels and compile programs for the first time."""
     sizes = [(512, 1024), (300, 100), (1024, 4096), (64, 64)]
 
     def run(m: int, n: int, k: int) -> None:
@@ -101,7 +101,7 @@ def test_only_gpu_1_is_visible():
     assert error_of("only GPU 1", "-c", _ON_GPU_1) is None
 
 
-# JAX has no variable for what it may see, and this file's imports ask for devices.
+# JAX has no environment variable for visible devices, and importing this file queries devices.
 _ON_GPU_1 = """
 import runpy, sys, jax
 jax.config.update("jax_cuda_visible_devices", "1")
@@ -110,7 +110,7 @@ runpy.run_path(sys.argv.pop(1), run_name="__main__")
 
 
 def error_of(case: str, *options: str) -> str | None:
-    """What went wrong with a case in a process of its own, which Python starts with `options`."""
+    """Runs a case in a separate process with `options` of Python; returns its error, if any."""
     number = [*CASES].index(case)
     (line,) = run_programs.outcomes([number], command=[sys.executable, *options, __file__])
     return line.get("error")

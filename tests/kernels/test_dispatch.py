@@ -196,7 +196,7 @@ def microseconds(kernel, **problem):
     ],
 )
 def test_costs_follow_the_rates_of_the_device(m, kernel, device):
-    """Unknown rates default to those of an H200, and rates within 5 percent count as equal."""
+    """Unknown rates default to an H200; rates within 5 percent count as equal."""
     problem = {"m": m, "n": 28672, "k": 8192, **device}
     assumed = microseconds(kernel, **problem)
     for clock_mhz, memory_gb_per_s in ((1980, 4814), (1965, 4916), (0, 4814)):

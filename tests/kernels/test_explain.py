@@ -1,4 +1,4 @@
-"""`explain`: the choice in words, for devices that need not be here."""
+"""`explain`: descriptions of kernel choices, also for absent devices."""
 
 import re
 import types
@@ -78,7 +78,7 @@ def test_this_machine():
 
 @pytest.mark.parametrize(("cores", "said"), [({"core_count": 20}, 20), ({}, 132)])
 def test_a_gpu_that_jax_sees(monkeypatch, cores, said):
-    """A stand-in with the attributes of JAX's CUDA devices; without a count, an H200's is taken."""
+    """A fake CUDA device of JAX; without a core count, `explain` assumes an H200."""
     device = types.SimpleNamespace(
         platform="gpu", device_kind="NVIDIA GPU", compute_capability="8.6", **cores
     )

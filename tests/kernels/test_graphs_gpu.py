@@ -1,4 +1,4 @@
-"""Calls in graphs: kernels that start early, buffers that move or are donated, flags of XLA."""
+"""Calls in CUDA graphs: early kernel starts, moved or donated buffers, XLA flags."""
 
 import functools
 import sys
@@ -61,7 +61,7 @@ def blocks_apart(layers: Any, x: Any) -> Any:
     ("d", "f", "m"), [(128, 128, 16), (256, 512, 132), (512, 256, 32), (1024, 256, 7)]
 )
 def test_small_blocks_repeat_their_bits(d, f, m):
-    """All of their kernels are on the device at once."""
+    """All kernels of such a block are resident at the same time."""
     layers, x = layers_of(d, f, 4), 30 * normal(m, d)
     program = jax.jit(functools.partial(blocks, layers))
     one = jax.tree.map(np.asarray, program(x))
@@ -73,7 +73,7 @@ def test_small_blocks_repeat_their_bits(d, f, m):
 
 
 def test_split_products_repeat_their_bits():
-    """Products of one call, each split over k, which share one workspace."""
+    """Products of one call, each split over k, share one workspace."""
     lhs = normal(128, 4096)
     weights = [uniform(4096, n, seed=n) for n in (1024, 512, 1000, 256, 1024, 768)]
     program = jax.jit(lambda lhs: quantized_matmuls(lhs, weights))
@@ -87,7 +87,7 @@ def test_split_products_repeat_their_bits():
 
 
 def test_buffers_move_between_replays():
-    """Every result of a replayed graph is kept, so that each run has other buffers."""
+    """Results of replays stay alive, so that each run gets different buffers."""
     layers, kept = layers_of(512, 1024, 6), []
     program = jax.jit(functools.partial(blocks, layers))
     apart = jax.jit(functools.partial(blocks_apart, layers))
@@ -113,7 +113,7 @@ def test_donated_operands(name, m, d):
 
 
 def loops_over_layers() -> None:
-    """Blocks one after the other, and both scans over a stack, a few times."""
+    """A chain of blocks, and both scans over a stack, several times."""
     d, m = 512, 8
     layers, x = layers_of(d, 1024, 3), 20 * normal(m, d)
     apart = jax.jit(functools.partial(blocks_apart, layers))(x)
@@ -143,7 +143,7 @@ def loops_over_layers() -> None:
 
 @pytest.fixture(scope="module")
 def under_settings() -> dict[str, list[dict[str, Any]]]:
-    """The loops in a process for each setting of XLA, all at once."""
+    """Runs the loops in one process per XLA setting, concurrently."""
 
     def run(flags: str) -> list[dict[str, Any]]:
         return run_programs.outcomes([0], command=[sys.executable, __file__], flags=flags)

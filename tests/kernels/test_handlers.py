@@ -1,7 +1,7 @@
-"""The custom call itself: operands that break its contract are refused, in a sentence.
+"""The custom call: operands that violate its contract raise a sentence.
 
-Only a caller of `jax.ffi` sees these: what the package passes fits. The CPU's handler is asked; the
-one of CUDA reads its operands with the same code.
+Only direct callers of `jax.ffi` can get these errors. The tests use the CPU handler; the CUDA
+handler reads its operands with the same code.
 """
 
 import functools
@@ -20,7 +20,7 @@ from jaxlowbit._backends import call, extension
 from jaxlowbit._backends.extension import ffi
 from jaxlowbit._core import layout
 
-# Two rows of 70 by a 70 x 40 matrix in 4 bits, with a scale for each 32 of k.
+# lhs (2, 70) and a 4-bit matrix (70, 40) with groups of 32.
 RECORD: dict[str, Any] = {"m": 2, "n": 40, "k": 70, "group_size": 32}
 RECORD |= dict.fromkeys(("lhs", "scale", "out"), "float32")
 OPERANDS: dict[str, Any] = {
@@ -32,7 +32,7 @@ OUT = ((1, 2, 40), "float32")
 
 
 def attributes(record, operands, codebook=0):
-    """The attributes of a call of one product with these operands, by name."""
+    """The attributes of a call with one product and these operands, by name."""
     places = {f"{name}_at": i + 1 for i, name in enumerate(operands)}
     found = call.versions("quantized_matmul")
     found["products"] = np.array(ffi.product(**RECORD | record, **places, out_at=-1))
@@ -43,7 +43,7 @@ def attributes(record, operands, codebook=0):
 
 
 def run(record, out=OUT, codebook=0, changes=None, **others):
-    """The result of a product of zeros; `others`: operands with other shapes and types."""
+    """The result of a product of zeros; `others` replaces shapes and types of operands."""
     operands = OPERANDS | others
     given = attributes(record, operands, codebook) | (changes or {})
     given = {name: value for name, value in given.items() if value is not None}
@@ -166,14 +166,14 @@ SCALE_AT = ffi.PRODUCT_FIELDS.index("scale_at")
     ],
 )
 def test_programs_of_other_versions_are_refused(changes, message):
-    """Attributes are read by name, so that the sentence is ours and not one of XLA's."""
+    """The handler reads attributes by name, so that the error is ours rather than XLA's."""
     with pytest.raises(jax.errors.JaxRuntimeError, match=rf"quantized_matmul: .*{message}"):
         run({}, changes=changes)
 
 
 @pytest.mark.parametrize("m", [1, 5, 40])
 def test_a_result_may_lie_over_an_operand(m):
-    """XLA puts it there if a call says that it may."""
+    """XLA may assign the buffer of an operand that the call declares as an alias."""
     rng = np.random.default_rng(m)
     lhs = rng.normal(size=(1, m, 200)).astype(np.float32)
     words = rng.integers(0, 2**32, (1, 4, 4, 512), np.uint32)
@@ -219,7 +219,7 @@ except Exception as error:  # of a type that depends on the version of JAX
 
 @pytest.mark.slow
 def test_no_exception_leaves_a_handler():
-    """Memory runs out in the handler, which says so; the next call of the process is right."""
+    """The handler runs out of memory and reports it; the next call succeeds."""
     environment = dict(os.environ, JAX_PLATFORMS="cpu", MALLOC_ARENA_MAX="1")
     done = subprocess.run(
         [sys.executable, "-c", OUT_OF_MEMORY], env=environment, capture_output=True, text=True
@@ -232,7 +232,7 @@ def test_versions_are_one_fact():
     assert extension.ffi.LAYOUT_VERSION == layout.VERSION
 
 
-# --- what a program compiles as it is instantiated ------------------------------------------------
+# --- compilation at instantiation -----------------------------------------------------------------
 
 
 @pytest.mark.skipif(not extension.build_info()["cuda"], reason="this build has no CUDA kernels")
@@ -242,7 +242,7 @@ def test_versions_are_one_fact():
     ids=["absent", "one", "three", "too short", "negative", "too large"],
 )
 def test_instantiating_never_fails(products):
-    """The next stage says what is wrong with a call; without a GPU nothing happens."""
+    """Errors come from the next stage; without a GPU, instantiating does nothing."""
     target = f"{TARGET}_instantiated"
     cuda, cpu = (ffi.targets()[platform][TARGET] for platform in ("CUDA", "cpu"))
     handlers = {"instantiate": cuda["instantiate"], "execute": cpu["execute"]}

@@ -1,4 +1,4 @@
-"""Sums of integers on a GPU: exact to the bit, by the int8 kernel of Hopper or without it."""
+"""Integer products on a GPU: exact, with and without Hopper's int8 kernel."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def test_every_format(format, m, k, n):
 @pytest.mark.parametrize("m", [1, 7, 33, 64, 100, 160, 301, 2000])
 @pytest.mark.parametrize(("k", "n"), [(17, 63), (1000, 200), (2048, 4096), (8192, 320)])
 def test_every_sum_is_exact(format, m, k, n):
-    """Tiles of every size, whole and not; few columns of a long k, whose tail is split."""
+    """Full and partial tiles of every size; a small n with a long k and a split tail."""
     integers, rhs = weights(format, k, n)
     x = values(m, k)
     assert is_one_call(x, rhs)
@@ -44,7 +44,7 @@ def test_every_sum_is_exact(format, m, k, n):
 
 
 def _wide(x: Any, integers: np.ndarray) -> np.ndarray:
-    """`exact` of many rows: float64 holds sums that int32 holds."""
+    """`exact` for large M: float64 represents all int32 sums."""
     return (np.asarray(x).astype(np.float64) @ integers.astype(np.float64)).astype(np.int64)
 
 
@@ -52,7 +52,7 @@ def _wide(x: Any, integers: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("extreme", [-1, 1])
 @pytest.mark.parametrize("of_values", [-1, 1])
 def test_extremes(format, extreme, of_values):
-    """Sums as large as they can be, up to where int32 ends."""
+    """The largest possible sums, up to the limit of int32."""
     k = max_k(Format(8))
     integers, rhs = weights(format, k, 3, extreme=extreme)
     for m in (2, 70):
@@ -77,7 +77,7 @@ def test_one_of_a_stack_and_a_batch(format):
 
 
 def test_bits_of_every_kind_pass():
-    """Sums whose bits are those of NaN, of infinities and of subnormals of float32."""
+    """Sums with the bit patterns of NaN, infinities and subnormals of float32."""
     integers = np.zeros((128, 64), np.int8)
     integers[0] = 1
     rhs = QuantizedArray.from_integers(integers, jnp.ones((1, 64)), format=Format(8))

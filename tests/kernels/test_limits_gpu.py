@@ -1,6 +1,6 @@
-"""Products of sizes beyond what 16, 31 and 32 bits count, on a GPU.
+"""Products with sizes beyond 16, 31 and 32 bits, on a GPU.
 
-What is compared are rows around those limits, the first ones and the last ones.
+The tests compare the first rows, the last rows and rows around those limits.
 """
 
 import ctypes
@@ -18,13 +18,13 @@ from helpers import TARGET, Oracle, Weight, assert_within, dequantize, finished,
 from jaxlowbit import INT4, Format, QuantizedArray, quantized_glu, quantized_matmul
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
-# Groups that the kernels of Hopper take, and those that they do not.
+# Groups with and without support in the Hopper kernels.
 HOPPER, GENERAL = Format(4, 64), Format(4, 16)
 LIMIT = 2**31
 
 
 def numbers(m: int, n: int) -> Any:
-    """lhs (m, n) of small integers, made on the device."""
+    """lhs (m, n) of small integers, created on the device."""
 
     @jax.jit
     def make() -> Any:
@@ -52,14 +52,14 @@ def of(lhs: Any, rhs: QuantizedArray) -> Oracle:
     ("columns", "format", "dtype"),
     [
         (65600, HOPPER, "bfloat16"),
-        (65604, HOPPER, "bfloat16"),  # rows of the result that no box holds
+        (65604, HOPPER, "bfloat16"),  # the row pitch does not allow a tensor map
         (65600, GENERAL, "bfloat16"),
         (65600, HOPPER, "float32"),
     ],
     ids=["Hopper", "odd rows", "general", "float32"],
 )
 def test_large_results(columns, format, dtype):
-    m = 33000 if dtype == "bfloat16" else 11001  # of which three parts are multiplied
+    m = 33000 if dtype == "bfloat16" else 11001  # three bfloat16 parts are multiplied
     lhs, rhs = numbers(m, 64).astype(dtype), uniform(64, columns, format, dtype=dtype)
     at = around(m if dtype == "bfloat16" else 3 * m, columns) % m
     got = matmul(lhs, rhs)[at]
@@ -115,7 +115,7 @@ def test_long_sums(k, m):
 
 @pytest.mark.parametrize("m", [1, 16, 64, 512])
 def test_a_large_weight(m):
-    """65536 x 65536, 2^32 elements: one of 4096 x 4096 again and again."""
+    """A 65536 x 65536 matrix, 2^32 elements, tiled from one of 4096 x 4096."""
     d, times = 4096, 16
     tile = uniform(d, d)
     packed, scale = (jnp.tile(leaf, (times, times, 1)) for leaf in (tile.packed, tile.scale))
@@ -125,7 +125,7 @@ def test_a_large_weight(m):
     at = np.unique(np.linspace(0, m - 1, 8).astype(int))
     parts = [of(lhs[at, i * d : (i + 1) * d], tile) for i in range(times)]
     exact, weights, sums = (functools.reduce(np.add, terms) for terms in zip(*parts, strict=True))
-    oracle = Oracle(exact, weights, times * sums)  # of so many more terms
+    oracle = Oracle(exact, weights, times * sums)  # times more terms
     got = np.asarray(matmul(lhs, rhs)[at])
     for part in np.split(got, times, axis=1):
         assert_within(part, oracle.exact, oracle.bound(got.dtype))
@@ -135,7 +135,7 @@ def test_a_large_weight(m):
 
 
 def test_float32_near_the_largest():
-    """It has parts in bfloat16, whose largest value is less, and sums that scales make small."""
+    """Its bfloat16 parts must not round to infinity; scales bring the sums back into range."""
     largest, factor = np.float32(3.4e38), 2.0**-20
     lhs = jnp.ones((2, 128)).at[0, 3].set(largest).at[1, 5:9].set(-largest)
     codes = jnp.zeros((128, 64), jnp.int8).at[3].set(1).at[5:9].set(-7)
@@ -145,7 +145,7 @@ def test_float32_near_the_largest():
     assert_within(matmul(lhs, rhs), oracle.exact, oracle.bound(jnp.float32))
 
 
-# --- batches beyond 2^16, groups beyond 2^31, and what follows an error ---------------------------
+# --- batches beyond 2^16, groups beyond 2^31, and calls after an error ----------------------------
 
 TOKENS, EXPERTS = 66000, 8
 TOKEN_FORMS: dict[str, Any] = {
@@ -158,7 +158,7 @@ TOKEN_FORMS: dict[str, Any] = {
 
 
 def an_expert_per_token(form: str) -> None:
-    """A batch of more matrices than the y axis of a grid holds."""
+    """A batch of more matrices than the y axis of a grid allows."""
     stack, lhs = uniform(1024, 1024, stack=(EXPERTS,)), normal(TOKENS, 1024)
     index = np.random.default_rng(3).integers(0, EXPERTS, TOKENS).astype(np.int32)
     got = jax.jit(TOKEN_FORMS[form])(lhs, index, stack)
@@ -172,7 +172,7 @@ def an_expert_per_token(form: str) -> None:
 
 
 def products_after_an_error() -> None:
-    """A launch that fails, if there is one, is no matter of the products that follow."""
+    """A failed launch, if any, does not affect subsequent products."""
     lhs, rhs = normal(3, 100), uniform(100, 64, GENERAL)
     oracle, multiply = of(lhs, rhs), jax.jit(quantized_matmul)
     for _ in range(2):
@@ -185,7 +185,7 @@ def products_after_an_error() -> None:
 
 
 def loading_is_tried_again() -> None:
-    """Kernels that found no memory are loaded by the next call; no error is left behind."""
+    """After running out of memory while loading, the next call loads the kernels without error."""
     lhs, rhs = normal(1, 64), uniform(64, 64)
     operands = [lhs[None], rhs.packed[None], rhs.scale[None], jnp.zeros(0, jnp.uint8)]
     operands += [jnp.zeros(0, jnp.int32)] * 2
@@ -198,10 +198,10 @@ def loading_is_tried_again() -> None:
     attributes = {"version": 1, "layout_version": 1, "bits": 4, "group_size": 128}
     attributes = {name: np.int64(value) for name, value in attributes.items()}
     flags = dict.fromkeys(("transposed", "scale_accumulators", "accumulate_float16"), False)
-    # A program without a kernel of XLA's, which would find no memory either.
+    # A program without XLA kernels, since loading them would fail too.
     call = jax.ffi.ffi_call(TARGET, results)
     program = jax.jit(lambda *x: call(*x, **attributes, **flags)[0]).lower(*operands).compile()
-    jnp.zeros(2**22).block_until_ready()  # room that XLA keeps for results
+    jnp.zeros(2**22).block_until_ready()  # memory that XLA reserves for results
     driver = ctypes.CDLL("libcuda.so.1")
     context, taken = ctypes.c_void_p(), []
     assert driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
@@ -224,7 +224,7 @@ def loading_is_tried_again() -> None:
 
 
 def groups_of(size: int, m: int, k: int) -> None:
-    """All of k is one group."""
+    """A single group spans k."""
     rng = np.random.default_rng(0)
     codes, scale = rng.integers(-8, 8, (k, 64)).astype(np.int8), rng.uniform(0.1, 0.2, (1, 64))
     make = functools.partial(QuantizedArray.from_integers, codes, jnp.asarray(scale, jnp.bfloat16))
@@ -235,7 +235,7 @@ def groups_of(size: int, m: int, k: int) -> None:
 
 
 CASES: Cases = {
-    # The first, so that its process has loaded no kernel before.
+    # First, so that its process has not loaded a kernel yet.
     "loading is tried again": loading_is_tried_again,
     **{f"{form} per token": functools.partial(an_expert_per_token, form) for form in TOKEN_FORMS},
     "products after an error": products_after_an_error,

@@ -1,4 +1,4 @@
-"""The selection of CUDA kernels, held to measured times, and the fit of its constants to them."""
+"""CUDA kernel selection compared with measured times, and the fit of its constants."""
 
 import gzip
 import json
@@ -35,7 +35,7 @@ def test_constants_are_those_of_the_file(kernel):
 
 
 def test_the_selection_is_near_the_best_that_was_measured():
-    """Without the measured choices that the package has in its table."""
+    """Without the packaged table of measured choices."""
     problems = fit_costs.load(PATHS)
     found = fit_costs.selected_regret(problems)
     assert len(problems) > 500 and found.problems > 0.97 * len(problems)
@@ -56,7 +56,7 @@ def test_the_selection_of_codebooks_is_near_the_best(path):
     assert found.mean < 0.02 and found.worst < 0.15, str(found)
 
 
-# Mean regrets beside 8-bit activations. The data have no problems whose choice was not measured.
+# Mean regrets with 8-bit activations. The selected choice was measured for every problem.
 MEAN_REGRETS = {
     "h100-e4m3-channel": 0.018,
     "h100-int8-w4-channel": 0.015,
@@ -95,7 +95,7 @@ def problem(m, n, k, bits=4, early_start=False):
 
 
 def write(path, problems, times):
-    """A file as the driver prints it, with the times that a function gives for choices."""
+    """Writes a file in the driver's format, with times computed by a function of the choice."""
     with gzip.open(path, "wt") as file:
         for fields in problems:
             question = ffi.question(**DEVICE, **fields)
@@ -107,7 +107,7 @@ def write(path, problems, times):
 
 @pytest.fixture
 def root(tmp_path, monkeypatch):
-    """A copy of the files that the tool writes."""
+    """Copies of the files that the tool writes."""
     for path in fit_costs.ROOT.glob("cuda/kernels/*/costs.inc"):
         copy = tmp_path / path.relative_to(fit_costs.ROOT)
         copy.parent.mkdir(parents=True)
@@ -125,7 +125,7 @@ PROBLEMS = [
 
 
 def test_a_fit_finds_a_device_of_other_costs(root, capsys):
-    """One whose few rows and 8-bit weights are slower, in the first kernel for Hopper."""
+    """On it, the first Hopper kernel is slower for small M and for 8-bit weights."""
     stream = ffi.KERNELS.index("qmm_sm90_stream")
     truth = {i: np.array(ffi.CostModel(name, []).constants) for i, name in enumerate(ffi.KERNELS)}
     truth[stream][[0, 1, 15, 16]] *= 0.4  # rates of up to 8 rows and of 8 bits
@@ -153,7 +153,7 @@ def test_a_fit_finds_a_device_of_other_costs(root, capsys):
 
 
 def test_a_table_has_what_is_clearly_faster(root, monkeypatch):
-    """And, for few rows, no slower under PDL."""
+    """For small M, choices must also be no slower under PDL."""
 
     def times(m, _, choice):
         return faster.get((m, choice), 10.0)

@@ -12,7 +12,7 @@ CUDA_ONLY = TEXT.partition("# With CUDA kernels only.")[2].partition("# With any
 
 
 def of_stub(text: str) -> dict[str, ast.AST]:
-    """The names that a stub declares; methods as `Class.method`."""
+    """The names declared in a stub; methods as `Class.method`."""
     names: dict[str, ast.AST] = {}
     for node in ast.parse(text).body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
@@ -29,7 +29,7 @@ STUB = of_stub(TEXT)
 
 
 def arguments(function: ast.FunctionDef) -> dict[str, tuple[str, bool, bool]]:
-    """Type of each argument, whether it is by keyword only, and whether it has a default.
+    """Type of each argument, whether it is keyword-only, and whether it has a default.
 
     `**asked: Unpack[Class]` counts as the arguments that the class lists.
     """
@@ -41,7 +41,7 @@ def arguments(function: ast.FunctionDef) -> dict[str, tuple[str, bool, bool]]:
     for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True):
         found[arg.arg] = (unparsed(arg.annotation), True, default is not None)
     if args.kwarg is not None and not unparsed(args.kwarg.annotation).startswith("Unpack["):
-        found["**"] = ("", False, False)  # of which nanobind says nothing
+        found["**"] = ("", False, False)  # nanobind does not describe them
     elif args.kwarg is not None:
         listed = STUB[unparsed(args.kwarg.annotation).removeprefix("Unpack[").removesuffix("]")]
         assert isinstance(listed, ast.ClassDef)
@@ -60,7 +60,7 @@ def unparsed(node: ast.AST | None) -> str:
 
 
 def documented(function: Any) -> ast.FunctionDef:
-    """The signature that nanobind writes first into a docstring."""
+    """The signature at the beginning of a docstring of nanobind."""
     line = function.__doc__.splitlines()[0]
     line = line.replace("collections.abc.", "").replace("jaxlowbit._ffi.", "")
     found = ast.parse(f"def {line}: ...").body[0]

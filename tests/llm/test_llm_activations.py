@@ -1,4 +1,4 @@
-"""`lhs_qtype=` of `jaxlowbit.llm`: blocks multiply quantized activations, one by one."""
+"""`lhs_qtype=` of `jaxlowbit.llm`: products of blocks with quantized activations."""
 
 import sys
 import types
@@ -23,7 +23,7 @@ from jaxlowbit.llm import Decoder, LanguageModel, generate, init, load, shard
 DTYPES = ("int8", "float8_e4m3fn")
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
 TOKENS = np.random.default_rng(1).integers(0, LLAMA.vocabulary, (1, 24))
-# Whole heads and whole atoms of every weight on each of two devices.
+# On two devices, each shard of a weight has whole heads and whole atoms.
 SIZES: dict[str, Any] = {"heads": 8, "kv_heads": 4, "head_size": 64, "hidden": 256}
 
 
@@ -43,7 +43,7 @@ def logits(decoder: Decoder) -> np.ndarray:
 @dtypes
 @pytest.mark.parametrize("floats", ["", "down", "gate"])
 def test_a_block_is_the_composition_of_its_products(floats, dtype):
-    """Beside matrices that are floats, such as `floats`, activations are floats."""
+    """Products with float matrices, such as `floats`, keep float activations."""
     weights = random(LLAMA)
     weights |= {x: dequantized(weights[x]) for x in weights if floats and x.endswith(floats)}
     block, following = decoder(LLAMA, weights, dtype).blocks
@@ -83,7 +83,7 @@ def test_models_are_near_those_of_floats(name, dtype):
 
 @pytest.mark.parametrize(("name", "dtype"), [("llama", "int8"), ("gemma3", "float8_e4m3fn")])
 def test_on_a_mesh_a_token_has_one_scale(name, dtype):
-    """Where heads and hidden features are divided too: the same values are rounded."""
+    """Sharded heads and hidden features round to the same values as on one device."""
     config = CONFIGS[name].replace(**SIZES)
     one = decoder(config, random(config), dtype)
     mesh = make_mesh()
@@ -114,7 +114,7 @@ def test_a_model_generates():
 
 
 def test_few_tokens_are_floats():
-    """As they are without a dtype, from one token less than `lhs_min_rows` on."""
+    """With fewer tokens than `lhs_min_rows`, results equal a model without `lhs_qtype`."""
     weights = random(LLAMA)
     floats = logits(decoder(LLAMA, weights, None))
     assert TOKENS.size == 24
@@ -124,7 +124,7 @@ def test_few_tokens_are_floats():
 
 
 def test_a_gpu_rounds_what_it_multiplies_in_8_bits(monkeypatch):
-    """By the formats of the weights."""
+    """The threshold depends on the formats of the weights."""
     weights = random(LLAMA)
     gpu = types.SimpleNamespace(platform="gpu")
     monkeypatch.setattr("jax.devices", lambda *_: [gpu])
@@ -135,10 +135,10 @@ def test_a_gpu_rounds_what_it_multiplies_in_8_bits(monkeypatch):
         "jaxlowbit._llm.decoder.least_rows",
         lambda dtype, weight: 32 + (weight.n == LLAMA.hidden),
     )
-    assert grouped._rows_in_8_bits(None) == 33  # the largest
+    assert grouped._rows_in_8_bits(None) == 33  # the maximum over all weights
 
 
-# --- files and refusals ---------------------------------------------------------------------------
+# --- files and errors -----------------------------------------------------------------------------
 
 
 def test_the_report_names_the_dtype(tmp_path):

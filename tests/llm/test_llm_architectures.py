@@ -1,4 +1,4 @@
-"""The table of architectures: a new architecture of known parts is one entry."""
+"""The table of architectures: a new architecture from known parts needs one entry."""
 
 import dataclasses
 from typing import Any
@@ -39,7 +39,7 @@ def other_names(table):
 
 @pytest.fixture
 def table(monkeypatch):
-    """The table with an entry of gemma3's parts under other names."""
+    """The table with an added entry that has the parts of gemma3 under different names."""
     names, folder = KNOWN.gguf, KNOWN.huggingface
     entry = dataclasses.replace(
         KNOWN,
@@ -56,7 +56,7 @@ def table(monkeypatch):
 
 
 def check_same(found, expected):
-    """The same configuration but for the name, and the same logits."""
+    """Configurations are equal except for the name, and logits are equal."""
     assert found.config.architecture == "made_up"
     assert found.config.replace(architecture="gemma3") == expected.config
     tokens = jnp.array([[3, 1, 4, 1, 5]])

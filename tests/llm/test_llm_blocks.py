@@ -1,4 +1,4 @@
-"""Blocks of GGUF: unpacked and packed to exactly the weights that ggml dequantizes them to."""
+"""GGUF blocks: unpacked and packed weights equal ggml's dequantized weights exactly."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def expected(name, rows):
 
 
 def without_signs(found):
-    """Zeros of either sign are 0: e2m1 has -0, which ggml reads as 0."""
+    """Replaces -0 by 0: e2m1 has -0, which ggml reads as 0."""
     return np.asarray(found) + np.float32(0)
 
 
@@ -47,7 +47,7 @@ def test_floats_are_those_of_ggml(name, seed):
 @pytest.mark.parametrize("name", TYPES)
 @pytest.mark.parametrize("blocks_of_row", [1, 3])
 def test_packed_weights_are_those_of_ggml(name, blocks_of_row):
-    """Of 70 channels, which leave an atom cut, and rows that do for blocks of 32."""
+    """70 channels leave a partial atom, and so do some numbers of rows with blocks of 32."""
     rows = random_blocks(name, 70, blocks_of_row * ggml_types.TYPES[name].size)
     array = ggml_types.pack(name, rows)
     kind = ggml_types.TYPES[name]
@@ -141,7 +141,7 @@ def test_a_tensor_scale_multiplies_all_weights(monkeypatch):
     wide = ggml_types.pack("NVFP4", rows, jnp.float32, 0.3)
     assert wide.format == NVFP4.replace(scale=None) and wide.scale.dtype == jnp.float32
     np.testing.assert_allclose(np.asarray(wide.dequantize()).T, weight, rtol=1e-6)
-    # Floats of all strips have one tensor scale.
+    # All strips share one tensor scale.
     found = packing.quantize_rows(lambda i, j: weight[i:j], weight.shape, NVFP4, jnp.bfloat16)
     alone = quantize(weight.T, NVFP4)
     for own, other in zip(jax.tree.leaves(found), jax.tree.leaves(alone), strict=True):
@@ -166,7 +166,7 @@ SIZES |= {"IQ4_XS": 4.3125}
 
 @pytest.mark.parametrize("name", SIZES)
 def test_bits_of_a_weight_in_two_levels(name):
-    """What docs/llm_files.md says of memory; with scales of float32 the weights are the same."""
+    """Memory is as stated in docs/llm_files.md; with float32 scales the weights are the same."""
     rows = random_blocks(name, 64, 512)
     array, wide = ggml_types.pack(name, rows), ggml_types.pack(name, rows, jnp.float32)
     assert (array.nbytes - 4) * 8 / (64 * 512) == SIZES[name]
@@ -190,7 +190,7 @@ def test_scales_that_are_not_finite_are_refused(name, wrong):
     rows = random_blocks(name, 3, 512)
     nbytes = ggml_types.TYPES[name].nbytes
     if name in ("MXFP4", "NVFP4"):
-        rows[2, nbytes] = 255  # of the second block
+        rows[2, nbytes] = 255  # in the second block
     else:
         start = nbytes + TYPES[name][0]
         rows[2, start : start + 2] = np.frombuffer(np.float16(wrong).tobytes(), np.uint8)

@@ -1,4 +1,4 @@
-"""Chat templates: the text that transformers renders, and sentences for errors."""
+"""Chat templates: the same text as transformers, and errors."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Language models through Orbax, restored without the file they came from."""
+"""Language models saved by Orbax, restored without the original file."""
 
 import pickle
 
@@ -16,7 +16,7 @@ from jaxlowbit.llm import Decoder, load
 
 @pytest.mark.parametrize(("format", "dtype"), [(None, "float32"), ("mxfp4", "bfloat16")])
 def test_orbax_round_trip(format, dtype, tmp_path):
-    """As docs/llm_files.md does it: with the configuration, the formats and the tokenizer."""
+    """Like docs/llm_files.md: saves the configuration, the formats and the tokenizer."""
     model_file = write_tiny(tmp_path)
     rules = {"layers.0.o": None} if format else None
     options = {"dtype": dtype, "scale_dtype": "float16", "progress": False}

@@ -1,4 +1,4 @@
-"""The commands for language models with a small model, in this process."""
+"""The commands for language models, run in this process with a small model."""
 
 import contextlib
 import dataclasses
@@ -30,7 +30,7 @@ GREEDY = ["--temperature", "0", "--max-new-tokens", "4"]
 
 
 class ChatLetters(Letters):
-    """Bytes for tokens, and a template that takes any role but `refused`."""
+    """A byte tokenizer whose template raises for one role."""
 
     has_chat = True
 
@@ -47,7 +47,7 @@ def small(**changes):
 
 @pytest.fixture
 def loads(monkeypatch):
-    """The paths whose weights were loaded; files hold a small model."""
+    """Records the loaded paths; every path loads a small model."""
     found = []
 
     def load(path, **options):
@@ -66,7 +66,7 @@ def loaded(loads):
 
 
 def given(monkeypatch, data):
-    """Standard input is a pipe with these bytes."""
+    """Makes standard input a pipe with these bytes."""
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), "utf-8"))
 
 
@@ -163,7 +163,7 @@ def test_a_reply_that_is_cut_says_by_which_limit(capsys):
 
 
 def talked(monkeypatch, capsys, lines, *arguments):
-    """What a chat prints on both outputs."""
+    """Standard output and error of a chat."""
     given(monkeypatch, lines if isinstance(lines, bytes) else lines.encode())
     main(["chat", "m", *GREEDY, *arguments])
     return capsys.readouterr()
@@ -231,11 +231,11 @@ def test_a_line_that_does_not_fit_changes_nothing():
         talk.ask("x" * 100)
     assert talk.ask("a") == (before, 0)
     talk.answer("yes")
-    assert talk.ask("x" * 80)[1] == 1  # fits without the turn before
+    assert talk.ask("x" * 80)[1] == 1  # fits if the previous turn is dropped
 
 
 def interrupted(pieces):
-    """A reply in which Ctrl-C follows these pieces."""
+    """A reply that Ctrl-C interrupts after these pieces."""
 
     class Session:
         def __init__(self, model):
@@ -431,7 +431,7 @@ def test_packages_that_are_missing_are_named(monkeypatch):
 
 
 def test_the_module_is_a_command():
-    """A pipe that is closed ends it without a word; so does no other error."""
+    """`python -m jaxlowbit` runs the command; errors print one line."""
     program = [sys.executable, "-m", "jaxlowbit", "generate", "/nowhere", "--prompt", "x"]
     run = subprocess.run(program, capture_output=True, text=True, env=os.environ | {"LC_ALL": "C"})
     assert run.returncode == 1

@@ -1,4 +1,4 @@
-"""Configurations of decoders, and the values that they refuse."""
+"""Configurations of decoders, and errors for invalid values."""
 
 import pytest
 

@@ -1,5 +1,5 @@
-"""Entries of config.json and generation_config.json, and keys of GGUF files: each is read, harmless
-or raises, held to lists of transformers and llama.cpp (tools/config_entries.py)."""
+"""Entries of config.json and generation_config.json, and keys of GGUF files: each is used, harmless
+or raises. The lists of entries are from transformers and llama.cpp (tools/config_entries.py)."""
 
 import json
 import warnings
@@ -34,10 +34,10 @@ SIZES = {
     "vocab_size": 131_072,
     "max_position_embeddings": 512,
 }
-# Values that differ from every default, tried in this order.
+# Candidate values in this order; one differs from the default.
 PROBES = (True, False, 3, 0.5, "other", [3], ["other"], {"rope_theta": 7.0}, {"other": 1})
-# Entries that are read only with others.
 _LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+# Entries that have an effect only with other entries.
 BESIDE = {
     "max_window_layers": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 6},
     "use_sliding_window": {"sliding_window": 8, "max_window_layers": 0},
@@ -54,7 +54,7 @@ OF_KIND = {
 
 
 def with_entries(folder, kind, changes, generation=None):
-    """The configuration of a class's file with some entries changed."""
+    """The configuration for a model class with some entries changed."""
     values = SIZES | changes
     if kind in IMAGES:
         values = {"text_config": SIZES} | changes
@@ -67,7 +67,7 @@ def with_entries(folder, kind, changes, generation=None):
 
 
 def outcome(folder, kind, name, **options):
-    """Whether some value of an entry changes the configuration, or is answered with its name."""
+    """Whether a value of the entry changes the configuration, or raises an error with its name."""
     beside = OF_KIND.get(kind, {}).get(name, {})
     before = with_entries(folder, kind, beside)
     for value in PROBES:
@@ -133,16 +133,16 @@ def test_every_entry_of_the_rotation_is_known(tmp_path):
 
 @pytest.mark.parametrize("kind", [kind for kind in CLASSES if kind not in IMAGES])
 def test_entries_that_a_file_lacks_are_those_of_the_class(kind, tmp_path):
-    """Such a file raises, or reads like a file with the class's values."""
+    """A file without an entry raises, or reads like a file with the class's default."""
     own = with_entries(tmp_path, kind, {})
     for version in DATA.values():
         for name, value in version.get(kind, {}).items():
-            # transformers does not put its own `bos_token_id` before texts; the last two are of
-            # the class's sizes.
+            # transformers does not put its own `bos_token_id` before texts; the last two depend on
+            # the sizes of the class.
             if value is None or name in (*SIZES, "model_type", "bos_token_id", "layer_types"):
                 continue
             if (kind, name) == ("olmo3", "rope_theta"):
-                continue  # of version 4, which always writes it
+                continue  # transformers 4 always writes it
             found = with_entries(tmp_path, kind, {name: value})
             assert found == own, (name, value)
     for name in ("num_key_value_heads", "head_dim", "num_hidden_layers", "vocab_size"):
@@ -161,7 +161,7 @@ def test_entries_that_a_file_lacks_are_those_of_the_class(kind, tmp_path):
             "num_hidden_layers": found.layers,
             "vocab_size": found.vocabulary,
         }[name]
-        same = {"num_key_value_heads": 64, "head_dim": 16}  # from other entries
+        same = {"num_key_value_heads": 64, "head_dim": 16}  # derived from other entries
         assert field == (same[name] if default is None else default), name
 
 
@@ -210,7 +210,7 @@ def test_features_that_the_decoder_lacks_raise(kind, changes, tmp_path):
 
 
 def test_layers_with_a_window_follow_the_file(tmp_path):
-    """qwen2 and qwen3 have `max_window_layers` and `layer_types`."""
+    """qwen2 and qwen3 read `max_window_layers` and `layer_types`."""
     window = {"use_sliding_window": True, "sliding_window": 8}
 
     def local(**changes):
@@ -251,7 +251,7 @@ def test_unknown_entries_are_named_and_left_out(tmp_path):
         with_entries(tmp_path, "gemma3", {"outer": 1})
 
 
-# What files of released models have beyond sizes.
+# Entries in files of released models, apart from sizes.
 RELEASED = {
     "Llama-3.2-1B": ("llama", {
         "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
@@ -301,7 +301,7 @@ def test_files_of_released_models_are_read_without_a_warning(name, tmp_path):
 
 
 def of_gguf(architecture, changes, **tensors):
-    """The configuration of a file's header with some keys changed, and perhaps tensors."""
+    """The configuration of a GGUF header with some keys, and optionally tensors, changed."""
     keys = {f"{architecture}.{key}": value for key, value in changes.items()}
     table = gguf_file.Tensor("token_embd.weight", "F32", (264, 256), 0, 0)
     found = {"token_embd.weight": table}
@@ -334,7 +334,7 @@ def test_every_key_of_llama_cpp_is_in_a_table(architecture):
                 changed.append(of_gguf(architecture, {key: value}) != before)
             except (ValueError, UserWarning) as error:
                 changed.append(key in str(error))
-        context = key == "rope.scaling.original_context_length"  # of yarn, which is tested below
+        context = key == "rope.scaling.original_context_length"  # yarn is tested below
         pattern = key == "attention.sliding_window_pattern"
         assert any(changed) or context or pattern or key in gguf._HARMLESS, key
 
@@ -415,7 +415,7 @@ def test_other_keys_of_gguf_files():
 
 
 def test_scaling_of_gguf_files():
-    """By the defaults of llama.cpp: linear without a type, trained on the whole context."""
+    """Defaults of llama.cpp: linear if the type is absent, trained on the whole context."""
     plain = of_gguf("llama", {}).rope_frequencies()
 
     def scaled(tensors=None, **changes):

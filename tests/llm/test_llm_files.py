@@ -1,4 +1,4 @@
-"""GGUF files: what every type and architecture loads to, and how damaged ones are refused."""
+"""GGUF files: loaded models of every type and architecture, and errors for damaged files."""
 
 import struct
 import subprocess
@@ -66,7 +66,7 @@ def test_every_type_loads_exactly(kind, tmp_path):
 
 
 def test_scales_of_tensors(tmp_path):
-    """A file of NVIDIA's recipe has one beside a matrix, and one of its inputs."""
+    """Files of NVIDIA's recipe have a scale for the matrix and one for its inputs."""
     stored = tensors("llama", ["NVFP4"])
     factors = {"scale": np.full(1, 0.25, np.float32), "input_scale": np.ones(1, np.float32)}
     beside = {f"blk.0.attn_q.{name}": ("F32", value) for name, value in factors.items()}
@@ -110,7 +110,7 @@ def test_every_architecture_loads(architecture, head, tmp_path):
 
 
 def test_what_decoders_compute_is_in_the_metadata(tmp_path):
-    """Scaling of the rotation, by keys and by the tensor that llama 3.1 has."""
+    """Scaling of the rotation, from keys and from the tensor of llama 3.1."""
     path, stored = tmp_path / "model.gguf", tensors("llama")
     factors = np.linspace(1, 8, 32, dtype=np.float32)
     write_gguf(path, metadata("llama"), stored | {"rope_freqs.weight": ("F32", factors)})
@@ -133,7 +133,7 @@ def test_what_decoders_compute_is_in_the_metadata(tmp_path):
 
 
 def halved(weight, format, statistics, **options):
-    """A quantizer."""
+    """A user-defined quantizer."""
     return quantize(weight / 2, format, **options)
 
 
@@ -356,7 +356,7 @@ def test_tensors_are_refused(tmp_path):
 
 
 def test_weights_of_the_architecture_are_not_optional(tmp_path):
-    """The norms of heads and the biases, without which another model would be read."""
+    """Missing head norms or biases raise: the file would describe a different model."""
     path = tmp_path / "model.gguf"
     for architecture, part in (("qwen3", "_norm"), ("gemma3", "_norm"), ("qwen2", ".bias")):
         stored = {
@@ -399,7 +399,7 @@ def test_files_that_are_cut_off_are_refused(part, tiny, tmp_path):
 
 
 def open_file(path):
-    """All that happens before the first weight is read."""
+    """All steps before the first weight is read."""
     file = files.File(path)
     config = files.config_of(file)
     files.weights_of(file, config)
@@ -407,19 +407,19 @@ def open_file(path):
 
 
 @given(data=st.data())
-@pytest.mark.filterwarnings("ignore:load:UserWarning")  # a token of another type
+@pytest.mark.filterwarnings("ignore:load:UserWarning")  # a token of unknown type
 def test_flipped_bits_load_or_are_refused(data, tiny, tmp_path_factory):
-    """A header with some bits flipped is read, or refused by a sentence: nothing hangs or fails."""
+    """A header with flipped bits loads or raises a sentence, and never hangs."""
     original = bytearray(tiny.read_bytes())
     end = header_bytes(tiny)
-    # Half of the flips hit the first bytes and the list of tensors, away from the vocabulary.
+    # Half of the flips hit the first bytes or the list of tensors rather than the vocabulary.
     places = st.one_of(st.integers(0, 1500), st.integers(end - 1700, end - 1), st.integers(0, end))
     for _ in range(data.draw(st.integers(1, 3))):
         original[data.draw(places)] ^= 1 << data.draw(st.integers(0, 7))
     path = tmp_path_factory.mktemp("flipped") / "flipped.gguf"
     path.write_bytes(original)
     try:
-        with warnings.catch_warnings():  # of keys that no table has
+        with warnings.catch_warnings():  # warnings about unknown keys
             warnings.simplefilter("ignore")
             open_file(path)
     except ValueError as error:
@@ -427,7 +427,7 @@ def test_flipped_bits_load_or_are_refused(data, tiny, tmp_path_factory):
 
 
 def test_numbers_beyond_the_file_are_refused(tmp_path):
-    """Counts that no memory holds are found out before anything is allocated."""
+    """Counts beyond the memory raise before anything is allocated."""
     for count in (2**63, 2**40):
         for fields in ((count, 0), (0, count)):
             path = tmp_path / "huge.gguf"

@@ -1,4 +1,4 @@
-"""Hugging Face folders in 8-bit floats: what they load to, and how damaged ones are refused."""
+"""Hugging Face folders in 8-bit floats: loaded models, and errors for damaged folders."""
 
 import json
 from typing import Any
@@ -55,8 +55,8 @@ def in_blocks(block: list[int], **others: Any) -> dict[str, Any]:
 
 ATTENTION, MLP = {"targets": [r"re:.*self_attn\..*_proj$"]}, {"targets": [r"re:.*mlp\..*_proj$"]}
 MIXED = compressed(group("channel", **ATTENTION), in_blocks([64, 32], **MLP))
-# The config, what shares a scale of a matrix in attention, the shape of one of its matrix (None for
-# as many as there are), and the dtype of scales. Blocks of 96 x 48 are cut at both edges.
+# The config, the block of an attention matrix that shares a scale (0: the whole axis), and the
+# dtype of scales. Blocks of 96 x 48 are partial at both edges.
 CASES: dict[str, tuple[Any, tuple[int, int], Any]] = {
     "blocks": (FP8, (128, 128), np.float32),
     "cut blocks": (FP8 | {"weight_block_size": [96, 48]}, (96, 48), jnp.bfloat16),
@@ -69,7 +69,7 @@ CASES: dict[str, tuple[Any, tuple[int, int], Any]] = {
 
 
 def narrow(weight: np.ndarray, block: tuple[int, int], dtype: Any) -> tuple[np.ndarray, np.ndarray]:
-    """8-bit floats of a weight (n, k), and scales of blocks, of which 0 rows or columns are all."""
+    """8-bit floats of a weight (n, k), and scales of blocks; a size of 0 spans the axis."""
     n, k = weight.shape
     rows, columns = block[0] or n, block[1] or k
     scale = np.zeros((-(-n // rows), -(-k // columns)), np.float32)
@@ -88,7 +88,7 @@ def spread(scale: np.ndarray, shape: tuple[int, ...], block: tuple[int, int]) ->
 
 
 def folder(path: Any, case: str) -> tuple[Any, dict[str, Any]]:
-    """A folder of one layer in 8-bit floats, and the weights that its tensors stand for."""
+    """A folder with one layer in 8-bit floats, and the dequantized weights."""
     config, attention, dtype = CASES[case]
     suffix = "weight_scale_inv" if config["quant_method"] == "fp8" else "weight_scale"
     tensors, exact = {}, {}
@@ -102,7 +102,7 @@ def folder(path: Any, case: str) -> tuple[Any, dict[str, Any]]:
         tensors[name], scale = narrow(weight, block, dtype)
         wide = spread(scale, weight.shape, block).astype(np.float64)
         exact[name] = (tensors[name].astype(np.float64) * wide).astype(np.float32)
-        if case == "tensor":  # both shapes that files have
+        if case == "tensor":  # files contain both shapes
             scale = scale.reshape(() if ".mlp." in name else (1,))
         tensors[name.replace("weight", suffix)] = scale
     return write_folder(path / "model", MODEL | {"quantization_config": config}, tensors), exact
@@ -133,7 +133,7 @@ def test_weights_are_what_the_checkpoint_means(case, tmp_path):
 
 
 def test_models_compute_what_the_checkpoint_means(tmp_path):
-    """On a mesh too, where matrices in blocks are divided along both axes."""
+    """Also on a mesh, with block-scaled matrices sharded along both axes."""
     path, exact = folder(tmp_path, "blocks")
     model = llm.load(path, dtype=jnp.float32, progress=False)
     (stack,) = model.decoder.blocks[0].gate_up

@@ -1,4 +1,4 @@
-"""Hugging Face folders: what they load to, and how wrong ones are refused."""
+"""Hugging Face folders: loaded models, and errors for invalid folders."""
 
 import json
 from typing import Any
@@ -76,7 +76,7 @@ LLAMA3 = {
 
 @pytest.mark.parametrize("newer", [False, True])
 def test_scaling_of_folders(newer, tmp_path):
-    """In `rope_scaling`, and in `rope_parameters` as newer files have it."""
+    """In `rope_scaling`, and in `rope_parameters` of newer files."""
     config = model_files.hf_config("llama")
     if newer:
         base = config.pop("rope_theta")
@@ -92,7 +92,7 @@ def test_scaling_of_folders(newer, tmp_path):
 
 
 def test_images_and_defaults_of_gemma3(tmp_path):
-    """A model that sees: its text alone is read, and entries that are missing are as usual."""
+    """Only the text part of a vision model is read; missing entries have their defaults."""
     config = {
         key: value
         for key, value in model_files.hf_config("gemma3").items()
@@ -128,7 +128,7 @@ def test_images_and_defaults_of_gemma3(tmp_path):
         ({"intermediate_size": 128}, r"config.json asks for floats .* of \(128, 256\)"),
         ({"hidden_act": "relu"}, "the activation is 'relu'"),
         ({"attention_bias": True}, "6 weights of 29 are missing|layers.0.q_bias"),
-        ({"quantization_config": {"bits": 4}}, "'quantization_config' has no 'quant_method', and fits"),
+        ({"quantization_config": {"bits": 4}}, "'quantization_config' has no 'quant_method', and"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "lacks 'short_factor', a list"),
         ({"rope_scaling": {"rope_type": "linear"}}, "lacks 'factor', a number"),
         ({"eos_token_id": "end"}, "'eos_token_id' is"),
@@ -225,7 +225,7 @@ def test_other_folders_are_named_with_a_way_out(name, tmp_path):
 
 
 def test_an_adapter_beside_a_model_raises(tmp_path):
-    """transformers would add it to the weights."""
+    """transformers would merge the adapter into the weights."""
     config, weights = model_files.hf_config("llama"), model_files.hf_weights("llama")
     folder = model_files.write_folder(tmp_path / "model", config, weights)
     (folder / "adapter_config.json").write_text('{"base_model_name_or_path": null}')
@@ -252,7 +252,7 @@ def test_pointers_of_git_lfs_raise(tmp_path):
 
 
 def test_tensors_that_nothing_reads_raise(tmp_path):
-    """And a tensor that is there twice, in two shards or under two names."""
+    """So do duplicate tensors, in two shards or under two names."""
     config, weights = model_files.hf_config("llama"), model_files.hf_weights("llama")
     table = weights["model.embed_tokens.weight"]
     for extra, match in (

@@ -1,4 +1,4 @@
-"""`jaxlowbit.llm.generate` and `stream`: prompts, chunks, batches, sampling and their ends."""
+"""`jaxlowbit.llm.generate` and `stream`: prompts, chunks, batches, sampling and stopping."""
 
 import collections
 import functools
@@ -23,10 +23,10 @@ from jaxlowbit._llm.text import Text
 from jaxlowbit.llm import Decoder, LanguageModel, generate, stream
 
 
-# The others turn heads by other angles, and are compared in test_llm_model.py.
+# The other architectures differ in rotations, which test_llm_model.py compares.
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "gemma3"])
 def test_greedy_tokens_are_those_of_a_plain_program(name):
-    """Every token has the largest of the logits that the tokens before it give."""
+    """Each token has the largest logit given the tokens before it."""
     found = generate(model(name), PROMPT, max_new_tokens=20)
     assert len(found.tokens) == 20 and found.finish == "length"
     rows = reference(CONFIGS[name], floats(weights(name)), [*PROMPT, *found.tokens])
@@ -122,8 +122,8 @@ def test_prompts_of_a_bucket_and_tokens_compile_nothing(caplog):
     with jax.log_compiles(), caplog.at_level("WARNING", logger="jax"):
 
         def compiled():
-            """How many programs were compiled since the last time, those of single operations
-            among them, and how many there are of the two that we define."""
+            """Number of programs compiled since the last call, including single operations,
+            and the number of compiled versions of our two programs."""
             found = sum("Finished XLA compilation" in text for text in caplog.messages)
             caplog.clear()
             return found, [program._cache_size() for program in programs]
@@ -142,7 +142,7 @@ def test_prompts_of_a_bucket_and_tokens_compile_nothing(caplog):
 
 
 def traced(decoder):
-    """A call that draws three tokens for two sequences, and its state."""
+    """A traced call that draws three tokens for two sequences, and its state."""
     graph, state = nnx.split(decoder)
     cache = make_cache(decoder.config, 2, 256, decoder.dtype)
     zeros = jnp.zeros(2, jnp.int32)
@@ -153,7 +153,7 @@ def traced(decoder):
 
 @functools.cache
 def compiled_step():
-    """The optimized program of a call, and its state."""
+    """The optimized program of such a call, and its state."""
     program, start = traced(model().decoder)
     return program.lower().compile().as_text() or "", start
 
@@ -164,7 +164,7 @@ def test_a_step_copies_neither_cache_nor_weights():
     assert aliased and aliased[1].count("may-alias") == len(jax.tree.leaves(start))
     assert "f32[2,256,2,16]" in text
     assert not re.findall(r"= f32\[2,256,2,16\]\S* copy\(", text)
-    # No copy has the size of packed words or more, in any of the types that may hold them.
+    # No copy is as large as packed words, in any type that may contain them.
     state = nnx.state(model().decoder)
     least = min(leaf.nbytes for leaf in jax.tree.leaves(state) if leaf.ndim > 1)
     packed = [leaf for leaf in jax.tree.leaves(state) if leaf.dtype == jnp.uint32 and leaf.ndim > 1]
@@ -175,7 +175,7 @@ def test_a_step_copies_neither_cache_nor_weights():
 
 
 def test_a_step_makes_few_calls():
-    """A block is one call; without such a call for the CPU, six: q, k, v, o, gate and up, down."""
+    """A block is one call, or six if the CPU has no such call: q, k, v, o, gate and up, down."""
     targets = collections.Counter(call_names(compiled_step()[0]))
     layers, head = LLAMA.layers, 1
     if "quantized_block" in targets:
@@ -186,7 +186,7 @@ def test_a_step_makes_few_calls():
 
 
 def test_a_block_is_one_call_on_a_gpu(cuda):
-    """The first queries, keys and values, and the head, are others."""
+    """The first queries, keys and values, and the head, are additional calls."""
     decoder = Decoder(LLAMA, weights("llama"))
     text = traced(decoder)[0].lower(lowering_platforms=("cuda",)).as_text()
     assert collections.Counter(call_names(text)) == {
@@ -196,7 +196,7 @@ def test_a_block_is_one_call_on_a_gpu(cuda):
     }
 
 
-# --- ends -----------------------------------------------------------------------------------------
+# --- stopping -------------------------------------------------------------------------------------
 
 
 def test_a_token_of_eos_ends_a_sequence():
@@ -205,7 +205,7 @@ def test_a_token_of_eos_ends_a_sequence():
     first = tokens.index(end)
     found = generate(model(eos=(end, 159)), PROMPT, max_new_tokens=20)
     assert (found.tokens, found.finish) == (tokens[:first], "eos")
-    # Another sequence of the batch goes on.
+    # The other sequence of the batch continues.
     found = generate(model(eos=(end,)), [PROMPT, SHORT], max_new_tokens=20)
     assert found[0].tokens == tokens[:first]
     expected = generate(model(), SHORT, max_new_tokens=20).tokens
@@ -269,7 +269,7 @@ def test_halves_of_characters_and_of_stop_strings_are_held_back():
     assert text.finish == "eos"
 
 
-# --- refusals -------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

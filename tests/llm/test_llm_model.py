@@ -1,4 +1,4 @@
-"""The decoder of `jaxlowbit.llm`: its logits, and what it refuses."""
+"""The decoder of `jaxlowbit.llm`: logits and errors."""
 
 from typing import Any
 
@@ -76,7 +76,7 @@ def test_quantized_weights_are_variables():
 
 @pytest.mark.parametrize("zero", ["none", "integer", "float"])
 def test_random_weights_are_never_floats(zero):
-    """Nothing of the size of a matrix is made but its words."""
+    """Only packed words have the size of a matrix."""
     config = LLAMA.replace(width=1024, hidden=2048, vocabulary=4096)
     format = Format(4, group_size=128, zero=zero)
     jaxpr = jax.make_jaxpr(lambda: random_weights(config, format))()
@@ -97,7 +97,7 @@ def test_random_weights_multiply_as_what_they_dequantize_to(k):
     assert jnp.allclose(x @ weight, x @ weight.dequantize(), atol=1e-5)
 
 
-# --- refusals -------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 def test_missing_unknown_and_misshapen_weights_are_named():
@@ -176,7 +176,7 @@ def test_buckets_are_powers_of_two_up_to_the_context():
     assert [bucket(n, 5000) for n in (1, 256, 257, 4096, 4097, 5000)] == [
         256, 256, 512, 4096, 5000, 5000,
     ]  # fmt: skip
-    assert bucket(5001, 5000) == 5120  # padding is beyond it
+    assert bucket(5001, 5000) == 5120  # padding may exceed the context
     assert bucket(100, 128) == 128
 
 

@@ -1,4 +1,4 @@
-"""`jaxlowbit.llm.perplexity`: windows, the token that begins texts, and ends of ranges."""
+"""`jaxlowbit.llm.perplexity`: windows, the initial token, and limits of ranges."""
 
 import dataclasses
 import math
@@ -14,7 +14,7 @@ from jaxlowbit.llm import Decoder, LanguageModel, perplexity
 
 @pytest.mark.parametrize("context", [5, 16, 64])
 def test_perplexity_is_that_of_a_plain_program(context):
-    """Each token but the first is predicted once, from its own window."""
+    """Each token except the first is predicted once, within its window."""
     tokens, surprise = LONG, []
     for start in range(0, len(tokens) - 1, context):
         window = tokens[start : start + context + 1]
@@ -44,7 +44,7 @@ def test_texts_that_have_no_perplexity_are_refused():
 
 
 class Beginning(Letters):
-    """A tokenizer whose texts begin with a token."""
+    """A tokenizer that puts a token before each text."""
 
     bos = 2
 
@@ -54,7 +54,7 @@ class Beginning(Letters):
 
 @pytest.mark.parametrize("context", [2, 5, 64])
 def test_each_window_begins_as_texts_do(context):
-    """The windows contain all tokens of the text; each but the first is predicted once."""
+    """The windows cover the text; each token except the first is predicted once."""
     one = dataclasses.replace(model(), tokenizer=Beginning())
     text, surprise = "a text of some words.", []
     tokens = list(text.encode())
@@ -67,7 +67,7 @@ def test_each_window_begins_as_texts_do(context):
     assert found.tokens == len(surprise) == len(tokens) - 1
     assert found.loss == pytest.approx(np.mean(surprise), rel=1e-5)
     assert perplexity(one, [2, *tokens], context=context) == found
-    # Tokens that do not begin so, and models that do not, have plain windows.
+    # Windows have no initial token if the tokens or the model have none.
     plain = perplexity(model(), text, context=context)
     assert plain.loss != found.loss
     assert perplexity(one, tokens, context=context) == plain

@@ -1,4 +1,4 @@
-"""Pre-tokenizers: names, flags and expressions of llama.cpp's table, by how they cut one text."""
+"""Pre-tokenizers: names, flags and expressions of llama.cpp's table, by their splits of a text."""
 
 import pytest
 
@@ -13,7 +13,7 @@ TEXT = (
     "HelloWORLD  we'Re don't o'sab x1234567 =.5/;\n\n  e\u0301\u0928\u092e "
     "\u10d0\u6f22\u5b57\u304b\ud55c :-a       z  \nq"
 )
-# The cuts were checked against the expressions of llama.cpp, or of the original tokenizer.json,
+# The splits were checked against the expressions of llama.cpp, or of the original tokenizer.json,
 # with the package regex, on this and 4000 random texts.
 CUTS = [
     (
@@ -229,7 +229,7 @@ def test_pre_tokenizers_cut_as_in_llama_cpp(names, cuts):
 
 def test_every_name_of_llama_cpp_is_known():
     assert {name for names, _ in CUTS for name in names.split()} == SPLITS.keys()
-    # SentencePiece's spaces instead of bytes, in architectures that are not read.
+    # These use SentencePiece's spaces instead of bytes; their architectures are not supported.
     assert not SPLITS.keys() & {"gemma4", "granite-embed-multi-311m", "sarvam-moe", "whitespace"}
 
 

@@ -1,4 +1,4 @@
-"""Rotations of config.json in the forms of transformers 4 and 5, against transformers."""
+"""Rotations from config.json of transformers 4 and 5, compared with transformers."""
 
 import json
 
@@ -397,7 +397,7 @@ NESTED = {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_the
 
 
 def test_layers_of_one_kind_have_the_rotation_of_that_kind(tmp_path):
-    """Which version 5 writes for every class with `layer_types`."""
+    """transformers 5 writes one for every class with `layer_types`."""
     full = config_of(tmp_path, model_type="qwen3", rope_parameters=NESTED)
     assert (full.rope_base, full.local_rope_base, full.window) == (5e5, None, None)
     local = config_of(

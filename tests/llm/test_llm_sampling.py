@@ -1,4 +1,4 @@
-"""Penalties, the tokens that may be drawn, seeds, log-probabilities and several samples."""
+"""Penalties, candidate tokens, seeds, log-probabilities and several samples."""
 
 from typing import Any
 
@@ -22,19 +22,19 @@ from jaxlowbit.llm import (
     stream,
 )
 
-SMALL = Config("llama", 1, 64, 1, 1, 64, 64, 64, 128)  # sizes are alike: less to compile
+SMALL = Config("llama", 1, 64, 1, 1, 64, 64, 64, 128)  # equal sizes need fewer programs
 DRAWS = 4000
 
 
 def draw(logits, counts=None, **options):
-    """Tokens that are drawn after the same logits."""
+    """Tokens drawn from the same logits."""
     keys = jax.random.split(jax.random.key(0), DRAWS)
     rows = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (DRAWS, len(logits)))
     return np.asarray(sample(rows, keys, Sampling.of("test", **options), counts)).tolist()
 
 
 def kept(logits, top_k=None, top_p=None, min_p=0.0):
-    """The tokens that may be drawn, by sorting."""
+    """The candidate tokens, computed by sorting."""
     order = np.argsort(-logits)[: top_k or logits.size]
     p = np.exp(logits[order] - logits.max())
     p /= p.sum()
@@ -58,7 +58,7 @@ def test_tokens_are_drawn_from_the_most_likely(top_k, top_p, min_p):
 
 
 def test_numbers_at_the_ends_of_float32():
-    """What rounds to 0 in float32 acts as the smallest number, which is another than none."""
+    """Values that round to 0 in float32 act as the smallest number, unlike 0."""
     logits = [1.0, 3.0, 2.0, 2.5]
     for options in (
         {"temperature": 1e-46}, {"temperature": 5e-324}, {"temperature": 1e-39},
@@ -73,7 +73,7 @@ def test_numbers_at_the_ends_of_float32():
         {"top_p": 1 - 1e-12}, {"min_p": 1e-300}, {"min_p": 5e-324}, {"top_k": 2**31 - 1},
     ):  # fmt: skip
         assert set(draw(logits, **{"temperature": 9.0, **options})) == everything, options
-    # Logits that are far apart do not overflow, of either sign.
+    # Large differences of logits do not overflow, with either sign.
     for temperature in (1e-30, 1.0, 1e30):
         assert 1 in set(draw([-3e38, 3e38, 0.0, 0.0], temperature=temperature))
     counts = Counts(jnp.array([[0, 9, 0, 0]] * DRAWS), jnp.zeros((DRAWS, 4), bool))
@@ -102,7 +102,7 @@ def test_penalties_change_logits_as_documented():
 
 
 def test_penalties_see_the_prompt_and_what_was_drawn():
-    """A plain program: logits of the model, changed by what came before."""
+    """Reference: logits of the model, penalized by all previous tokens."""
     for name, value in (("repetition_penalty", 1.8), ("frequency_penalty", 0.7)):
         options: dict[str, Any] = {name: value}
         found = generate(model(), [PROMPT, SHORT], max_new_tokens=12, **options)
@@ -130,7 +130,7 @@ def test_seeds_have_64_bits():
     seeds = [0, 1, 2**32, 2**32 + 1, 2**63 - 1, -1, -(2**63), 2**32 - 1]
     found = [jax.random.key_data(random_key(seed)).tolist() for seed in seeds]
     assert len({tuple(data) for data in found}) == len(seeds)
-    for seed in (0, 1, 2**31 - 1):  # as `jax.random.key` makes them
+    for seed in (0, 1, 2**31 - 1):  # equal to `jax.random.key`
         assert random_key(seed) == jax.random.key(seed)
     with jax.enable_x64(True):
         assert [jax.random.key_data(random_key(seed)).tolist() for seed in seeds] == found
@@ -209,7 +209,7 @@ EVERYTHING: dict[str, Any] = {
 
 
 def results():
-    """Results of the functions of `llm`."""
+    """Results of the public functions of `llm`."""
     one = init(SMALL, INT8, seed=2**40)
     samples = generate(one, [3, 1, 4], **EVERYTHING)
     two = shard(one, jax.make_mesh((1,), ("model",)))
@@ -234,7 +234,7 @@ def test_functions_run_with_64_bit_types_and_strict_promotion():
 
 
 def test_functions_run_without_jit():
-    """Also with 64-bit types. The weights are floats and the texts short, to save time."""
+    """Also with 64-bit types. Float weights and short texts save time."""
     options: dict[str, Any] = {**EVERYTHING, "max_new_tokens": 1}
 
     def run():

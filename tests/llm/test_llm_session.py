@@ -1,4 +1,4 @@
-"""`jaxlowbit.llm.Session`: a call reads only the tokens that are new."""
+"""`jaxlowbit.llm.Session`: calls read only new tokens."""
 
 from typing import Any, cast
 
@@ -12,7 +12,7 @@ from jaxlowbit.llm import RopeScaling, Session, generate
 
 @pytest.fixture
 def read(monkeypatch):
-    """How many tokens of prompts were read, in a list for each call of the program."""
+    """Numbers of prompt tokens that were read, one list entry per call of the program."""
     counts = []
     prefill = programs.prefill
 
@@ -25,7 +25,7 @@ def read(monkeypatch):
 
 
 def test_turns_read_only_what_is_new_and_give_what_generate_gives(read):
-    one = model("gemma3")  # it has sliding windows
+    one = model("gemma3")  # has sliding windows
     session, history = Session(one), list(SHORT)
     for i, new in enumerate((PROMPT, LONG[:20], PROMPT[:5])):
         history += new
@@ -41,7 +41,7 @@ def test_turns_read_only_what_is_new_and_give_what_generate_gives(read):
         generate(one, changed, max_new_tokens=9).tokens
     )
     assert read[0] == len(SHORT)
-    # A call with the same prompt reads its last token, with another prompt all tokens.
+    # Repeating a prompt reads only its last token; a different prompt reads all tokens.
     del read[:]
     session.generate(changed, max_new_tokens=2)
     session.generate([7, *changed], max_new_tokens=2)
@@ -60,7 +60,7 @@ def test_the_cache_grows_and_fills_the_context(read):
     del read[:]
     with pytest.raises(ValueError, match=r"Session.generate: the prompt has \d+ tokens, but the"):
         session.generate(history + LONG, max_new_tokens=5)
-    # The session is as it was, and goes on with a shorter conversation.
+    # The session is unchanged, and continues with a shorter conversation.
     shorter = history[:270] + SHORT
     assert session.generate(shorter, max_new_tokens=5).tokens == (
         generate(one, shorter, max_new_tokens=5).tokens
@@ -106,7 +106,7 @@ def test_a_stream_may_end_early(end, read):
 
 
 def test_an_interrupted_program_leaves_the_session_usable(monkeypatch):
-    """A call that has taken the cache and does not return: it is read again."""
+    """The interrupted call has consumed the cache; the next call reads the prompt again."""
     one = model()
     for name in ("prefill", "decode"):
         session, program = Session(one), getattr(programs, name)
@@ -162,4 +162,4 @@ def test_what_a_session_does_not_take(monkeypatch):
     monkeypatch.setattr(memory, "available", lambda: 1000)
     with pytest.raises(ValueError, match="a batch of 1 with 256 slots"):
         Session(model()).generate(PROMPT)
-    session.generate(PROMPT, max_new_tokens=3)  # in the cache that is there
+    session.generate(PROMPT, max_new_tokens=3)  # uses the existing cache

@@ -1,4 +1,4 @@
-"""Language models on a mesh: what they compute is what one device does, and no words are sent."""
+"""Language models on a mesh: same results as on one device, and no words are sent."""
 
 import collections
 import dataclasses
@@ -35,7 +35,7 @@ from jaxlowbit.llm import (
     stream,
 )
 
-# Whole heads and whole atoms of every weight on each of four devices, but for the vocabulary.
+# On four devices, each shard has whole heads and whole atoms, except for the vocabulary.
 SIZES: dict[str, Any] = {
     "width": 64, "heads": 8, "kv_heads": 4, "head_size": 64, "hidden": 256, "vocabulary": 160,
 }  # fmt: skip
@@ -72,7 +72,7 @@ def logits(decoder: Decoder) -> np.ndarray:
     return np.asarray(call(state, np.array([PROMPTS[2]])))
 
 
-# --- numbers --------------------------------------------------------------------------------------
+# --- results --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_logits_are_those_of_one_device(name, devices):
 
 @pytest.mark.parametrize(("name", "devices"), [("llama", 4), ("gemma3", 2)])
 def test_tokens_are_those_of_one_device(name, devices):
-    """Of prompts that differ in length, greedy."""
+    """Greedy, with prompts of different lengths."""
     assert tokens(model(name, devices)) == tokens(model(name))
 
 
@@ -121,14 +121,14 @@ def test_floats_and_mixed_formats():
 
 
 def test_a_decoder_runs_outside_jit_and_looks_up_as_one_device():
-    """Tokens count from the end if they are negative, and are NaN beyond the vocabulary."""
+    """Negative tokens count from the end; tokens beyond the vocabulary give NaN."""
     tokens = np.array([[3, 159, -1], [3, 1, 160]])
     want = np.asarray(model().decoder(tokens))
     assert np.isfinite(want[0]).all() and np.isnan(want[1, 2]).all()
     np.testing.assert_allclose(model("llama", 2).decoder(tokens), want, atol=1e-5)
 
 
-# --- places ---------------------------------------------------------------------------------------
+# --- shardings ------------------------------------------------------------------------------------
 
 
 def test_every_device_holds_its_part():
@@ -149,7 +149,7 @@ def test_every_device_holds_its_part():
 
 
 def test_metadata_are_those_of_nnx():
-    """They say how the matrix is divided, and NNX reads the sharding of every array from them."""
+    """Metadata describes the sharding of the matrix; NNX derives the sharding of each array."""
     decoder = model("llama", 2).decoder
     assert decoder.blocks[0].o.get_metadata("out_sharding") == ("model", None)
     assert decoder.blocks[0].gate_up[0].get_metadata("out_sharding") == (None, None, "model")
@@ -192,7 +192,7 @@ def test_a_file_is_divided_as_it_is_read(tmp_path):
 
 
 def traced(decoder: Decoder) -> tuple[Any, loop.State]:
-    """A call that draws three tokens for two sequences, and its state."""
+    """A traced call that draws three tokens for two sequences, and its state."""
     graph, state = nnx.split(decoder)
     numbers = (jnp.zeros((2, 160)), jnp.zeros(2, jnp.int32), jnp.zeros(2, bool))
     start = loop.State(decoder.make_cache(2, 256), *decoder.replicate(numbers))
@@ -202,13 +202,13 @@ def traced(decoder: Decoder) -> tuple[Any, loop.State]:
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_a_step_sends_sums_and_logits_only(name):
-    """An all-reduce for the embedding, two for each block, and the logits of the vocabulary."""
+    """One all-reduce for the embedding, two per block, and a gather of the logits."""
     program, start = traced(model(name, 2).decoder)
     text = program.lower().compile().as_text() or ""
     kinds = "all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all"
     sent = collections.Counter(re.findall(rf"= \(?(\S+?)\{{\S* ((?:{kinds})(?:-start)?)\(", text))
     assert sent == {("f32[2,1,64]", "all-reduce"): 5, ("f32[2,256]", "all-gather"): 1}
-    # The state is donated, and no cache is copied.
+    # The state is donated, so that caches are not copied.
     aliased = re.search(r"input_output_alias=\{(.*?)\}, entry", text)
     assert aliased and aliased[1].count("may-alias") == len(jax.tree.leaves(start))
     assert "f32[2,256,2,64]" in text
@@ -216,7 +216,7 @@ def test_a_step_sends_sums_and_logits_only(name):
 
 
 def test_a_device_makes_few_calls_on_a_gpu(cuda):
-    """One before the first all-reduce of a block, one after each; the ends have one more each."""
+    """One call before a block's first all-reduce and one after each; one more at both ends."""
     decoder = Decoder(config(), weights("llama"), mesh=make_mesh(2))
     text = traced(decoder)[0].lower(lowering_platforms=("cuda",)).as_text()
     assert collections.Counter(call_names(text)) == {
@@ -236,7 +236,7 @@ def test_tokens_compile_nothing():
     assert [program._cache_size() for program in programs] == before
 
 
-# --- refusals -------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 def refused(config: Config, devices: int, sentence: str, format: Format = INT4_G32) -> None:
@@ -290,7 +290,7 @@ def test_other_meshes_are_refused():
 
 
 def test_meshes_of_the_context():
-    """A mesh may have Explicit axes; within `jax.set_mesh` its axes are Auto, as the decoder's."""
+    """A mesh may have Explicit axes; in `jax.set_mesh` they must be Auto, like the decoder's."""
     mesh = make_mesh(2, AxisType.Explicit)
     sharded = shard(model(), mesh)
     want = generate(model(), PROMPTS[0], max_new_tokens=4).tokens

@@ -1,4 +1,4 @@
-"""A language model on two GPUs: `test_llm_sharding.py` has every architecture, on the CPU."""
+"""A language model on two GPUs; `test_llm_sharding.py` covers all architectures on the CPU."""
 
 import collections
 import re
@@ -25,7 +25,7 @@ PROMPTS = [
     np.random.default_rng(i).integers(0, 4224, size).tolist()
     for i, size in enumerate((40, 9, *range(5, 35)))
 ]
-NEAR = 0.03  # of the largest logit: what rounding to bfloat16 changes
+NEAR = 0.03  # effect of bfloat16 rounding, relative to the largest logit
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_float32_gives_the_tokens_of_one_device(mesh):
 
 @pytest.mark.parametrize("batch", [1, 2, 32])
 def test_bfloat16_gives_the_tokens_of_one_device_but_for_rounding(batch, mesh):
-    """Each token is one of those that are most likely after the ones before it."""
+    """Each token's logit is the largest up to rounding, given the tokens before it."""
     one = init(CONFIG, INT4, dtype=jnp.bfloat16)
     two = shard(one, mesh)
     results = generate(two, PROMPTS[:batch], max_new_tokens=40)
@@ -74,7 +74,7 @@ def test_two_runs_give_the_same_bits(mesh):
 
 
 def test_batches_in_turn_do_not_disturb_each_other(mesh):
-    """Kernels count how often devices have exchanged each row of a batch."""
+    """Kernels count the exchanges of each row of a batch between devices."""
     two = shard(init(CONFIG, INT4, dtype=jnp.bfloat16), mesh)
     found = [
         [x.tokens for x in generate(two, PROMPTS[:batch], max_new_tokens=20)]
@@ -95,7 +95,7 @@ def test_a_step_sends_sums_and_logits_only(batch, in_calls, mesh):
     text = program.lower().compile().as_text() or ""
     kinds = "all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all"
     sent = collections.Counter(re.findall(rf"= .*? ({kinds})(?:-start)?\(", text))
-    # Of blocks, the kernels of a call send the sums of few rows.
+    # For small M, the kernels of a block exchange partial sums inside the call.
     blocks = 0 if in_calls else 2 * CONFIG.layers
     assert sent == {"all-reduce": blocks + 1, "all-gather": 1}
     calls = call_names(text).count("decode_block")

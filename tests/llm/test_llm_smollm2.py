@@ -1,4 +1,4 @@
-"""A real chat model, SmolLM2-135M-Instruct: weights, greedy text, and the memory of loading."""
+"""A real chat model, SmolLM2-135M-Instruct: weights, greedy text, and memory while loading."""
 
 import functools
 import os
@@ -19,7 +19,7 @@ from jaxlowbit.llm import load
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed")
 
-# All that the documentation claims; otherwise a part of it.
+# Tests all claims of the documentation; otherwise a sample.
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 TEXT = (Path(__file__).parents[2] / "examples/data/northanger_abbey.txt").read_text()
 QUESTIONS = [
@@ -33,7 +33,7 @@ QUESTIONS = [
 
 @functools.cache
 def tensors():
-    """The file as the package gguf dequantizes it, by the names of the file: float32 (out, in)."""
+    """Tensors dequantized by the package gguf, by name: float32 (out, in)."""
     found = gguf.GGUFReader(smollm2()).tensors
     return {
         tensor.name: gguf.quants.dequantize(tensor.data, tensor.tensor_type) for tensor in found
@@ -41,7 +41,7 @@ def tensors():
 
 
 def plain_logits(tokens):
-    """Logits (length, 49152) of a Llama in float32 NumPy, from the sizes of this model alone."""
+    """Logits (length, 49152) of a Llama in float32 NumPy, with the sizes of this model."""
     heads, kv_heads, size, weights = 9, 3, 64, tensors()
     steps = np.arange(len(tokens))
     turns = np.exp(1j * np.outer(steps, 1e5 ** (-np.arange(0, size, 2) / size)))[:, None]
@@ -78,7 +78,7 @@ def plain_logits(tokens):
 
 
 def margins(model, prompt, count):
-    """By how much each greedy token leads, or is behind, in the plain program's logits."""
+    """Margin of each greedy token in the reference logits; negative if it is not the largest."""
     groups = run(model, [prompt], count, Sampling(), 0, endless=True)
     tokens = np.concatenate([drawn.tokens for drawn in groups], axis=1)[0].tolist()
     assert len(tokens) == count
@@ -105,7 +105,7 @@ def test_weights_are_those_of_the_file():
 @pytest.mark.parametrize("i", range(5 if THOROUGH else 1))
 @pytest.mark.parametrize("kind", ["chat", "text"])
 def test_greedy_tokens_are_those_of_a_plain_program(kind, i):
-    """Each token is the likeliest after those before it."""
+    """Each token has the largest logit given the tokens before it."""
     tokenizer = model().tokenizer
     if kind == "chat":
         prompt = tokenizer.chat([{"role": "user", "content": QUESTIONS[i]}])
@@ -116,7 +116,7 @@ def test_greedy_tokens_are_those_of_a_plain_program(kind, i):
     assert found.min() > 0
 
 
-# What a process has in memory once JAX is there, and at most while it loads, in bytes.
+# Prints in bytes: peak memory added by loading, the packed weights, the largest float32 tensor.
 LOADING = """
 import sys
 import jax
@@ -140,11 +140,11 @@ print(memory("VmHWM") - before, model.report.nbytes, largest)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system tells no peak")
 @pytest.mark.parametrize("format", [[], pytest.param(["int4-g128"], marks=pytest.mark.slow)])
 def test_loading_takes_the_memory_of_the_weights_and_of_one_tensor(format):
-    """At most the packed weights, the largest tensor in float32, and 200 MB."""
+    """Peak memory is at most the packed weights, the largest float32 tensor and 200 MB."""
     command = [sys.executable, "-c", LOADING, str(smollm2()), *format]
     environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",  # where weights are memory of the process
-        # glibc gives freed arrays back; left alone it keeps those of up to 32 MB, by its threads.
+        "JAX_PLATFORMS": "cpu",  # weights must be in the memory of the process
+        # Makes glibc return freed arrays; by default it retains up to 32 MB per arena.
         "MALLOC_MMAP_THRESHOLD_": "131072",
     }
     printed = subprocess.check_output(command, env=environment, text=True)

@@ -97,7 +97,7 @@ def test_tokenizers_raise(byte_level, sentencepiece):
 
 
 def test_tokens_beyond_the_vocabulary_have_no_text(byte_level, sentencepiece):
-    """A model's table may have more rows than the tokenizer tokens, and any row may be drawn."""
+    """A model may have more rows than the tokenizer has tokens, and may draw any of them."""
     for tokenizer in (byte_level, sentencepiece):
         tokens = tokenizer.encode("hello", bos=False)
         first = tokenizer.vocabulary
@@ -113,7 +113,7 @@ def test_tokens_beyond_the_vocabulary_have_no_text(byte_level, sentencepiece):
 
 
 def test_a_prompt_with_a_token_beyond_the_table_raises(tmp_path):
-    """Such a token hurts nobody else: the model loads."""
+    """The model still loads; only prompts with such a token raise."""
     entries = BPE | {
         "tokenizer.ggml.tokens": [*TOKENS, "<image>", "<|end|>"],
         "tokenizer.ggml.token_type": [*BPE["tokenizer.ggml.token_type"], 3, 3],
@@ -141,7 +141,7 @@ def test_folders_have_the_same_tokenizer(byte_level, tmp_path):
 
 
 def test_sentencepiece_in_a_folder(sentencepiece, tmp_path):
-    """As the folders of llama 2 and gemma have it: bytes for what it lacks, and bos in front."""
+    """Like the folders of llama 2 and gemma: byte fallback, and bos in front."""
     engine = tokenizers.Tokenizer.from_str(sentencepiece._engine.to_str())
     engine.decoder = decoders.Sequence(
         [

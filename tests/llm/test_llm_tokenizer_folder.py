@@ -1,6 +1,6 @@
-"""Tokenizers of folders: tokens and texts of transformers, from every file that has some.
+"""Tokenizers of folders: the same tokens and texts as transformers, from each kind of file.
 
-The expected values were given by transformers 5.24.
+The expected values are from transformers 5.24.
 """
 
 import json
@@ -44,7 +44,7 @@ def byte_level() -> tokenizers.Tokenizer:
 def read(
     folder, engine: tokenizers.Tokenizer | None = None, config: dict | None = None, **files
 ) -> Tokenizer:
-    """The tokenizer of a folder, with more files by name; tokenizer_config.json holds `config`."""
+    """The tokenizer of a folder with further files; `config` goes to tokenizer_config.json."""
     (engine or byte_level()).save(str(folder / "tokenizer.json"))
     files = {"tokenizer_config": NAMES if config is None else config, **files}
     for name, value in files.items():
@@ -58,7 +58,7 @@ def token(content: str, **changes) -> dict:
 
 
 def test_every_entry_that_transformers_reads_is_used_or_harmless():
-    """The parameters of its base classes and of the classes of Llama, Qwen and Gemma."""
+    """Parameters of its base classes and of the classes of Llama, Qwen and Gemma."""
     read_by_transformers = """
         add_bos_token add_eos_token add_prefix_space added_tokens_decoder additional_special_tokens
         auto_map backend bos_token chat_control_tokens chat_template clean_up_tokenization_spaces
@@ -139,7 +139,7 @@ def test_truncation_and_padding_of_the_file_change_nothing(tmp_path):
         ),
         ({}, {"special_tokens_map": NAMES | {"pad_token": token("<pad>")}}, "<s></s>|<pad>||"),
         ({"bos_token": "<unk>"}, {"special_tokens_map": NAMES}, "<s></s>|||"),
-        # Newer folders list their tokens; then the other file is not read.
+        # Newer folders list their tokens here; then the other file is not read.
         (
             NAMES | {"added_tokens_decoder": {"257": token("<s>")}},
             {"special_tokens_map": {"bos_token": "<unk>", "pad_token": "<pad>"}},

@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF files: every key of llama.cpp, types and names of tokens."""
+"""Tokenizers of GGUF files: all keys of llama.cpp, types and names of tokens."""
 
 import warnings
 from types import SimpleNamespace
@@ -42,7 +42,7 @@ def test_every_key_of_llama_cpp_is_used_harmless_or_raises():
         for name, value in vars(gguf.Keys.Tokenizer).items()
         if not name.startswith("_") and name != "CHAT_TEMPLATE_N"
     ]
-    # Keys of llama.cpp's own table that the package has not.
+    # Keys in llama.cpp's table that the package gguf lacks.
     keys += ["ggml.cls_token_id", "ggml.normalizer.lowercase", "ggml.normalizer.strip_accents"]
     assert len(keys) > 30
     for key in keys:
@@ -104,7 +104,7 @@ def test_a_missing_pre_tokenizer_warns():
 
 
 def test_types_of_tokens():
-    """Unused ones, such as [PAD264] of padded vocabularies, have no text."""
+    """Unused tokens, such as [PAD264] in padded vocabularies, have no text."""
     base = with_tokens(("[PAD264]", 5), ("x", 0), ("<0x41>", 6), ("<0x41>", 1), ("<tag>", 4))
     tokenizer = read(base)
     assert tokenizer.decode([264, HELLO, 265], special=True) == "hello"
@@ -169,7 +169,7 @@ def test_templates_have_names_and_every_special_token():
 
 
 def test_a_space_in_front_of_byte_level_texts():
-    """As the pre-tokenizer of the package adds it. Decoding removes it again."""
+    """The pre-tokenizer adds the space, and decoding removes it."""
     tokenizer = read(BPE, {"ggml.add_space_prefix": True})
     space, word = TOKENS.index("\u0120"), TOKENS.index("\u0120w")
     assert tokenizer.encode("w") == tokenizer.encode(" w") == [word]

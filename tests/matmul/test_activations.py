@@ -153,7 +153,7 @@ def test_rows_mapped_beside_a_stack(dtype):
 
 @dtypes
 def test_derivatives_pass_the_rounding(dtype):
-    """Gradients of activations and scales equal those of dequantized activations."""
+    """Gradients of activations and scales equal the gradients for dequantized activations."""
     x, rhs = activations((3, 64)), weight(64, 64)
 
     def found(x, scale):
@@ -199,7 +199,7 @@ def test_transformations(dtype):
     assert repr(lhs) == f"QuantizedActivations((4, 3, 64), {jnp.dtype(dtype)}, float32)"
 
 
-# --- one call that rounds -------------------------------------------------------------------------
+# --- rounding inside the call ---------------------------------------------------------------------
 
 ROUNDED, PRODUCT = ["rounded_activations"], ["quantized_matmul"]
 
@@ -373,7 +373,7 @@ def test_the_factor_is_that_of_smoothquant():
         found = np.asarray(smoothing_factor(absmax, w, alpha=alpha))
         expected = np.asarray(absmax)[usual] ** alpha / rows[usual] ** (1 - alpha)
         np.testing.assert_allclose(found[usual], expected, rtol=1e-5)
-        np.testing.assert_array_equal(found[2:5], 1)  # nothing to move, or nowhere to move it
+        np.testing.assert_array_equal(found[2:5], 1)  # weights 0, or activations 0 or subnormal
     both = smoothing_factor(absmax[:2], jnp.concatenate([w, 2 * w], axis=1)[:2])
     np.testing.assert_allclose(both, smoothing_factor(absmax[:2], 2 * w[:2]))
     compiled = jax.jit(functools.partial(smoothing_factor, alpha=1))(absmax, w)
@@ -514,7 +514,7 @@ def test_wrong_activations(call, sentence):
 
 
 def test_backends_of_quantized_activations():
-    """The backends are those of bfloat16, for every format."""
+    """Every format has the same backends as with bfloat16 activations."""
     lhs, floats = quantize_activations(activations()), jnp.ones((5, 100), jnp.bfloat16)
     for format in (INT4, FP8, Format(6, codebook=tuple(range(64)))):
         rhs = weight(format=format)

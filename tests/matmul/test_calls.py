@@ -1,6 +1,6 @@
-"""Several products in one call: what they mean, and when there is one.
+"""Several products in one call: their values, and when they lower to one call.
 
-`test_cuda_calls.py` runs them.
+`test_cuda_calls.py` runs them on a GPU.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ P = jax.P
 K, F, N = 128, 192, 70
 MATMULS, MLP, MATMUL = "quantized_matmuls", "quantized_mlp", "quantized_matmul"
 BLOCK, FUSED = "quantized_block", "quantized_matmul_fused"
-UNREAD = Format(6, codebook=tuple(range(64)))  # by kernels of GPUs
+UNREAD = Format(6, codebook=tuple(range(64)))  # unsupported by GPU kernels
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +53,7 @@ QKV = tuple(quantize(normal(K, n, seed=n), UINT4) for n in (F, 64, N))
 GATE_UP, DOWN = quantize(normal(2, K, F, seed=1), INT4), quantize(normal(F, N, seed=2), Format(8))
 
 
-# A block of K features behind an attention of F; its down projection ends where it began.
+# A block with K features after an attention with F; its down projection returns to K features.
 ATTENDED, NORM = normal(5, F, seed=3), 1 + normal(K, 1, seed=4)[:, 0]
 OUT, BACK = quantize(normal(F, K, seed=5), UINT4), quantize(normal(F, K, seed=6), Format(8))
 
@@ -108,7 +108,7 @@ def test_several_products_are_each_of_them(shape):
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 def test_block_of_rounded_rows_is_its_products(dtype):
-    """Values and derivatives of both residual streams."""
+    """Compares values and derivatives of both residual streams."""
     product = functools.partial(quantized_matmul, lhs_qtype=dtype)
 
     def composed(attended, x):
@@ -264,7 +264,7 @@ UNITS = [NVFP4, Format(4, 64, scale="int8")]
 
 
 def of_units(format):
-    """Calls of weights with tensor scales, by the names of their targets, and their operands."""
+    """Functions of weights with tensor scales and their operands, by the target they lower to."""
     shapes = {"q": (K, N), "pair": (2, K, F), "out": (F, K), "down": (F, K)}
     w = {name: quantize(normal(*shape), format) for name, shape in shapes.items()}
     x, attended = LHS.astype(jnp.bfloat16), ATTENDED.astype(jnp.bfloat16)
@@ -293,7 +293,7 @@ def of_units(format):
 @pytest.mark.parametrize("format", UNITS, ids=str)
 @pytest.mark.parametrize("name", [MATMULS, MLP, FUSED, FUSED + " gated", BLOCK])
 def test_tensor_scales_are_operands_of_one_call(cuda, name, format):
-    """As they are stored."""
+    """They are passed in their stored shape."""
     f, *operands = of_units(format)[name]
     assert calls(f, *operands) == [name.split()[0]]
     text = jax.jit(f).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
@@ -305,7 +305,7 @@ def test_tensor_scales_are_operands_of_one_call(cuda, name, format):
 
 @pytest.mark.parametrize("format", UNITS, ids=str)
 def test_one_call_is_right_where_its_derivatives_and_batches_are(format):
-    """Values, derivatives of a tensor scale, and a batch over weights, beside dequantized ones."""
+    """Checks values, derivatives of a tensor scale and a batch over weights."""
     gate_up, down = quantize(normal(2, K, F), format), quantize(normal(F, N), format)
 
     def f(unit):
@@ -378,7 +378,7 @@ def test_export(cuda):
 
 
 def sharded(mesh):
-    """Tensor parallel weights, and lhs by rows."""
+    """Tensor parallel weights, and lhs sharded by rows."""
     down = quantize(normal(4 * K, N, seed=2), INT4, shards=(4, 1))
     gate_up = quantize(normal(2, K, 4 * K, seed=1), INT4)
     specs = gate_up.partition_spec(mesh, n="b"), down.partition_spec(mesh, k="b")

@@ -1,7 +1,7 @@
-"""Combinations of weights, scales, zeros, activations and epilogues, within the bound everywhere.
+"""Error bounds of combinations of weights, scales, zeros, activations and epilogues.
 
-A few run on every machine, all of them on a GPU. `tools/run_combinations.py` runs all on either,
-and writes the table of `docs/measurements/combinations.md`.
+A sample runs on every machine, all of them on a GPU. `tools/run_combinations.py` runs all on
+either, and writes the table of `docs/measurements/combinations.md`.
 """
 
 import itertools
@@ -29,12 +29,12 @@ from helpers import PLATFORM
 
 from jaxlowbit import Format, QuantizedActivations, quantized_glu
 
-PARTS = 48  # of all combinations, for processes to share
-SAMPLE = COMBINATIONS[7::23]  # every value of a dimension other than weights is in one
+PARTS = 48  # shares of the combinations, for parallel processes
+SAMPLE = COMBINATIONS[7::23]  # contains every value of each dimension except weights
 
 
 def wrong(chosen: Iterable[Combination], *, but: str | None = None) -> list[str]:
-    """What is wrong on the backends that claim these, `but` one."""
+    """Results outside the bound, on all backends that support these combinations except `but`."""
     lines = [
         run_combinations.line_of(combinations, combination, backend)
         for combination in chosen
@@ -46,7 +46,7 @@ def wrong(chosen: Iterable[Combination], *, but: str | None = None) -> list[str]
 
 @pytest.mark.parametrize("combination", SAMPLE, ids=lambda x: x.name)
 def test_a_few(combination):
-    """Without Pallas, which takes long where it is interpreted."""
+    """Without Pallas, which is slow when interpreted."""
     found = wrong([combination], but="pallas")
     assert not found, "\n".join(found)
 
@@ -60,7 +60,7 @@ def test_all(part):
     assert not found, "\n".join(found)
 
 
-# --- the choice -----------------------------------------------------------------------------------
+# --- the selection of combinations ----------------------------------------------------------------
 
 
 def values_of(combination: Combination) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def test_a_few_have_every_value():
 
 
 def test_what_is_left_out_is_refused():
-    """Formats, and gated pairs beside quantized activations; all others are taken."""
+    """Combinations are left out only if `Format` or gated quantized activations raise."""
     names = ("weights", "scales", "zero")
     for row in itertools.product(*(DIMENSIONS[name] for name in names)):
         values: dict[str, Any] = dict(zip(names, row, strict=True))
@@ -111,11 +111,11 @@ def test_what_is_left_out_is_refused():
     assert not any(accepted({"epilogue": "gated", "lhs": lhs}) for lhs in QUANTIZED)
 
 
-# --- the tests find what is wrong -----------------------------------------------------------------
+# --- the checks detect errors ---------------------------------------------------------------------
 
 
 def test_a_wrong_element_is_found(monkeypatch):
-    """One of the product, one weight of an identity, one sum of integers."""
+    """Adds an error to one element of the product, of the weights and of the integer sums."""
     combination = next(x for x in COMBINATIONS if combinations.has_sums(x) and x.zero == "integer")
     jitted = combinations._jitted
     assert run_combinations.right(run_combinations.line_of(combinations, combination, PLATFORM))
@@ -142,17 +142,17 @@ def test_an_error_is_a_line(monkeypatch):
     assert line["failed"] == "ValueError: no" and not run_combinations.right(line)
 
 
-# --- the table ------------------------------------------------------------------------------------
+# --- the recorded results -------------------------------------------------------------------------
 
 
 def test_the_page_has_the_table():
-    """If not: python tools/run_combinations.py --table"""
+    """To update the page: python tools/run_combinations.py --table"""
     text = run_combinations.PAGE.read_text()
     assert run_combinations.filled(text, combinations, run_combinations.kept()) == text
 
 
 def test_results_are_of_these_combinations():
-    """If not, combinations have changed: python tools/run_combinations.py --out ..."""
+    """To measure again after changes: python tools/run_combinations.py --out ..."""
     found = run_combinations.kept()
     assert found
     for results in found:

@@ -1,6 +1,6 @@
-"""Weights that a compiled function closes over give the results of weights that are arguments.
+"""Weights captured as constants give the same results as weights passed as arguments.
 
-XLA folds constants while it compiles, by an interpreter of its instructions that has had faults.
+XLA folds constants with an interpreter of HLO, which has had bugs.
 """
 
 import functools
@@ -48,7 +48,7 @@ FORMATS = {
     "int3-g32-integer": Format(3, 32, zero="integer"),
     "codebook": Format(4, 64, codebook=NUMBERS),
 }
-# A format with each kind of scale and zero, for the programs that take long to compile.
+# Each kind of scale and zero once, for programs that are slow to compile.
 KINDS = ("int4", "int3-g32-integer", "int4-int8", "nvfp4", "mxfp8", "int5-g32-float-two_level")
 
 
@@ -72,7 +72,7 @@ def weights_of(format: Format) -> dict[str, Any]:
 
 
 def reads(weights: dict[str, Any], x: jax.Array, backend: Any) -> dict[str, Any]:
-    """The result of each way to read packed weights, by name."""
+    """The result of each operation that reads packed weights, by name."""
     square = weights["square"]
     return {
         "product": quantized_matmul(x, square, backend=backend),
@@ -83,7 +83,7 @@ def reads(weights: dict[str, Any], x: jax.Array, backend: Any) -> dict[str, Any]
 
 
 def operations(weights: dict[str, Any], x: jax.Array, backend: Any) -> dict[str, Any]:
-    """The result of every operation with packed weights, by name."""
+    """The result of each operation on packed weights, by name."""
     square, gate_up, down = (weights[name] for name in ("square", "gate_up", "down"))
     bias, norm = weights["bias"], weights["norm"]
     how = {"backend": backend}
@@ -140,7 +140,7 @@ def test_closed_over_weights_on_a_gpu(name, dtype, backend):
     if backend and (reason := supported_backends(x, weights["square"])[backend]):
         pytest.skip(reason)
     run = functools.partial(operations, backend=backend)
-    # XLA's own products may add in another order.
+    # XLA may add in a different order in dense products.
     assert_same_as_arguments(run, weights, x, rtol=float(jnp.finfo(dtype).eps))
 
 
@@ -158,7 +158,7 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_no_program_changes_the_width_of_elements_by_a_bitcast(name):
-    """XLA folds such a bitcast of a transposed constant wrongly."""
+    """XLA folds such a bitcast of a transposed constant incorrectly."""
 
     def program(w: jax.Array, x: jax.Array) -> Any:
         weights = {**weights_of(FORMATS[name]), "square": quantize(w, FORMATS[name])}
@@ -221,7 +221,7 @@ def test_losses_and_exported_programs_with_constants(name):
     want = jax.jit(jax.value_and_grad(loss))(x, weight)
     got = jax.jit(jax.value_and_grad(lambda x: loss(x, weight)))(x)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
-    jax.tree.map(close, got, want)  # XLA's own products may add in another order
+    jax.tree.map(close, got, want)  # XLA may add in a different order
 
     product = jax.jit(lambda x: x @ weight)
     exported = export.export(product, disabled_checks=DISABLED_EXPORT_CHECKS)(x)

@@ -1,4 +1,4 @@
-"""Programs with quantized arguments: what `jax.export` stores of them, and who may run it."""
+"""`jax.export` of programs with quantized arguments: serialization, and runs elsewhere."""
 
 import json
 import os
@@ -79,7 +79,7 @@ for x in (rows, rows[:2]):
 
 
 def test_any_number_of_rows_in_another_process():
-    """Which needs the library alone: it has neither the function nor the weights."""
+    """The other process has only the library, without the function and the weights."""
     array = quantize(jnp.ones((K, N)), Format(8))
     rows = jax.ShapeDtypeStruct(export.symbolic_shape(f"rows, {K}"), jnp.float32)
     program = jax.jit(lambda x, q: x @ q)
@@ -123,7 +123,7 @@ def test_the_derivative_is_stored_too():
 
 
 def test_models_of_linen():
-    """Their variables are arrays by names."""
+    """Their variables are dicts of arrays."""
     x = floats(5, K)
     module = nn.Sequential([nn.Dense(N), nn.relu, nn.Dense(N)])
     variables: Any = module.init(jax.random.key(0), x)
@@ -136,7 +136,7 @@ def test_models_of_linen():
 
 
 def test_models_of_nnx():
-    """Their states are passed as leaves: JAX stores no type of Flax."""
+    """States are passed as leaves, because JAX does not serialize the types of Flax."""
     x = floats(5, K)
     model = layers.QuantizedLinear(K, N, format=Format(8), rngs=nnx.Rngs(0))
     graphdef, state = nnx.split(model)
@@ -150,7 +150,7 @@ def test_models_of_nnx():
     np.testing.assert_allclose(got, model(x), rtol=1e-5, atol=1e-5)
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])

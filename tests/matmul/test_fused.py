@@ -1,6 +1,6 @@
-"""Products with an epilogue: what they mean, and when a kernel computes it.
+"""Products with an epilogue: their values, and when the epilogue is part of the kernel.
 
-`test_cuda_calls.py` runs them.
+`test_cuda_calls.py` runs them on a GPU.
 """
 
 import dataclasses
@@ -73,7 +73,7 @@ def test_activations(activation):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_results_are_rounded_once(dtype):
-    """Within the bound of one rounding, and exactly that of a float32 result."""
+    """Within the bound of one rounding, and equal to the rounded float32 result."""
     lhs, bias = LHS.astype(dtype), BIAS.astype(dtype)
     rhs, pair = (dataclasses.replace(x, scale=x.scale.astype(dtype)) for x in (RHS, PAIR))
     wide = functools.partial(quantized_matmul, preferred_element_type=jnp.float32)
@@ -91,7 +91,7 @@ def test_results_are_rounded_once(dtype):
 
 @pytest.mark.parametrize("lhs", [(K,), (3, K), (2, 3, K), (4, 1, 3, K)], ids=str)
 def test_shapes(lhs):
-    """A bias of a stack has its leading axes, a residual has the shape of the result."""
+    """A bias has the leading axes of a stack, a residual has the shape of the result."""
     x, stack = normal(7, *lhs)[0], quantize(normal(2, K, N), Format(8))
     for rhs in (RHS, stack):
         sums = x @ rhs
@@ -145,7 +145,7 @@ def with_scale(rhs, scale):
 
 
 def test_derivatives_read_packed_weights(cuda):
-    """Cotangents have the dtype of lhs, which the transposed product takes."""
+    """Cotangents have the dtype of lhs, as the transposed product requires."""
     x = LHS.astype(jnp.bfloat16)
 
     def loss(x):
@@ -161,7 +161,7 @@ def test_vmap(cuda):
     assert_close(batched(lhs, residual), want)
     half = lhs.astype(jnp.bfloat16), residual
     assert calls(batched, *half) == [FUSED]
-    # A residual for all, and a lhs for all.
+    # A shared residual, and a shared lhs.
     assert_close(
         jax.vmap(lambda x: layer(x, RHS, BIAS, RESIDUAL))(lhs),
         reference(lhs, RHS, BIAS, jnp.broadcast_to(RESIDUAL, (3, 5, N))),
@@ -223,7 +223,7 @@ def test_export(cuda):
 )
 @pytest.mark.ways("sent")
 def test_auto_mesh(k, n, sent):
-    """Partial sums meet before the epilogue, which is computed once."""
+    """Partial sums are reduced before the epilogue, which is computed once."""
     mesh = make_mesh(AxisType.Auto)
     lhs, rhs, pair = normal(8, 512), quantize(normal(512, 256), INT4), normal(2, 512, 256)
     bias, residual, pair = normal(256), normal(8, 256), quantize(pair, INT4)

@@ -1,4 +1,4 @@
-"""Sums of integers are exact, whatever transforms, divides or refuses them."""
+"""Integer products are exact under transformations and sharding, or raise."""
 
 from typing import Any, cast
 
@@ -36,7 +36,7 @@ VNNI = extension.build_info()["cpu_isa"][0] == "vnni" and PLATFORM == "cpu"
 
 
 def definition(x: Any, rhs: QuantizedArray) -> Any:
-    """What runs where no kernel does."""
+    """The reference implementation."""
     options = Options(preferred_element_type=jnp.int32)
     return module.multiply(x, rhs._with(tensor_scale=None), options)
 
@@ -73,7 +73,7 @@ def test_extremes(multiply, format, extreme, of_values):
     ("format", "k"), [(Format(4), 2**14), (Format(8), 2**10), (Format(4, zero="integer"), 8738)]
 )
 def test_the_longest_sums_that_vnni_adds(m, format, k):
-    """Float32 holds them, and one row more is left to the definition."""
+    """The maximum K of the VNNI kernel is exact in float32; K + 1 runs the definition."""
     integers, rhs = weights(format, k, 70, extreme=-1)
     x = values(m, k, extreme=-1).at[0, 0].set(-127)
     assert calls(integer_matmul, x, rhs, platform="cpu") == ["quantized_activations"]
@@ -86,7 +86,7 @@ def test_the_longest_sums_that_vnni_adds(m, format, k):
 
 @pytest.mark.parametrize("format", [Format(8), Format(8, zero="integer")], ids=format_name)
 def test_the_longest_sums_fit(format):
-    """One row more might leave int32, and is refused."""
+    """The maximum K is exact in int32; K + 1 might overflow and raises."""
     most = module.max_k(format)
     assert 128 * format.max_integer * most < 2**31 <= 128 * format.max_integer * (most + 1)
     integers, rhs = weights(format, most, 1, extreme=-1)
@@ -98,7 +98,7 @@ def test_the_longest_sums_fit(format):
 
 
 def test_results_are_what_scales_multiply():
-    """`quantized_matmul` is the sums times the scales of tokens and channels."""
+    """`quantized_matmul` equals the integer product times the scales of tokens and channels."""
     _, rhs = weights(Format(4), 64, 70)
     x, scale = values(5, 64), jnp.full((5, 1), 0.5)
     product = quantized_matmul(QuantizedActivations(x, scale, jnp.float32), rhs)
@@ -145,8 +145,8 @@ def test_vmap_over_rows_and_over_weights():
     one = stack[1]
     batch = jax.vmap(integer_matmul, (0, None))
     np.testing.assert_array_equal(batch(x, one), exact(x, integers[1]))
-    assert calls(batch, x, one, platform="cuda") == []  # the GPU is not known to be of Hopper
-    rows = jax.vmap(lambda x: integer_matmul(x, stack))(x)  # as many as the stack is high
+    assert calls(batch, x, one, platform="cuda") == []  # an unknown GPU might not be Hopper
+    rows = jax.vmap(lambda x: integer_matmul(x, stack))(x)  # as many rows as the stack has matrices
     np.testing.assert_array_equal(rows, np.einsum("bmk,skn->bsmn", np.int64(x), integers))
 
 
@@ -220,7 +220,7 @@ def test_what_the_call_of_hopper_takes(monkeypatch):
 
 
 def test_the_call_of_hopper_has_no_scales():
-    """Its results are int32, and it has no scales of tokens and channels."""
+    """Its result is int32, and it has no operands for the scales of tokens and channels."""
     from jaxlowbit._backends import cuda_calls
 
     for format in (Format(4), Format(4, 64, scale="int8")):

@@ -1,4 +1,4 @@
-"""`jax.experimental.jet`: Taylor coefficients of products equal those of dense products."""
+"""`jax.experimental.jet`: Taylor coefficients match dense products."""
 
 import dataclasses
 

@@ -66,7 +66,7 @@ def calls(text: str) -> int:
 
 
 def operations_on_words(text: str) -> set[str]:
-    """The HLO operations that produce packed words, except those that move no bytes."""
+    """The HLO operations that produce packed words, except operations that move no bytes."""
     found = re.findall(r"= u32\[[\d,]+\]\S* ([\w-]+)\(", text)
     return set(found) - {"parameter", "get-tuple-element", "bitcast", "constant", "iota"}
 
@@ -75,7 +75,7 @@ def product(lhs, rhs):
     return lhs @ rhs
 
 
-# --- which backend --------------------------------------------------------------------------------
+# --- backend selection ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -358,7 +358,7 @@ def test_gradient_runs_the_definition_backwards():
     assert "dot_general" in text
 
 
-# --- a batch of rows is more rows -----------------------------------------------------------------
+# --- batches of lhs are rows ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
@@ -395,7 +395,7 @@ def test_selecting_copies_no_words():
     sliced = compiled(
         lambda x, q, i: x @ q[i], like(5, K), stack(FOUR, LAYERS), like(dtype="int32")
     )
-    assert operations_on_words(sliced)  # a failure of the assertion above
+    assert operations_on_words(sliced)  # the assertion above can fail
 
 
 # --- stacked layers -------------------------------------------------------------------------------
@@ -417,7 +417,7 @@ def test_scan_copies_no_words(square):
     text = compiled(layers(jaxlowbit.scan), like(5, K), square)
     assert calls(text) == 1 and text.count(" while(") == 1
     assert operations_on_words(text) == set()
-    # jax.lax.scan would fail the assertion above.
+    # The assertion above can fail: `jax.lax.scan` copies words.
     assert operations_on_words(compiled(layers(jax.lax.scan), like(5, K), square))
 
 
@@ -464,13 +464,13 @@ def test_custom_calls_of_export_must_be_allowed(cuda):
         export.export(jax.jit(product), platforms=["cuda"])(like(5, K), stack())
 
 
-# --- kernels that are compiled where they run -----------------------------------------------------
+# --- JIT-compiled kernels -------------------------------------------------------------------------
 
 TWO = Format(2, 32, "integer")
 
 
 def products(text: str) -> list[dict[str, int]]:
-    """Fields of the products in a program that differ from those of `PLAIN`."""
+    """Fields of the products in a program that differ from `PLAIN`."""
     plain = record(5)
     found = [product for call in described(text) for product in call.products]
     return [

@@ -1,4 +1,4 @@
-"""The product itself: every problem on every compiled backend, against float64."""
+"""Products: every problem on every compiled backend, compared with float64."""
 
 import functools
 import itertools
@@ -361,11 +361,11 @@ BEYOND = {  # dtype of lhs: a weight that rounds to infinity, and one that does 
 @pytest.mark.parametrize("dtype", BEYOND)
 @pytest.mark.parametrize("zero", ["none", "integer", "float", "codebook"])
 def test_weights_are_infinite_where_the_dtype_of_lhs_ends(zero, dtype, m):
-    """Like `lhs @ rhs.dequantize(lhs.dtype)`; finite if CUDA kernels do not round weights."""
+    """Like `lhs @ rhs.dequantize(lhs.dtype)`; finite in CUDA kernels that do not round weights."""
     beyond, within = BEYOND[dtype]
     unsigned = zero != "none"
     values = np.full((64, 70), 8 * unsigned, np.uint8 if unsigned else np.int8)
-    values[5] += 1  # 1 of the scale, from its zero
+    values[5] += 1  # one scale away from the zero point
     scale = np.where(np.arange(70) % 2, within, beyond).astype(np.float32)[None]
     scale[0, ::3] *= -1
     zeros = {

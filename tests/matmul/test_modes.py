@@ -1,4 +1,4 @@
-"""Products under other settings of JAX than its defaults: 64-bit types, no rank promotion."""
+"""Products under settings of JAX other than the defaults: 64-bit types, no rank promotion."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ INDEX = np.array([2, 0, 1, 2, 0])
 
 @pytest.fixture(params=[False, True], ids=["32 bits", "64 bits"], autouse=True)
 def x64(request):
-    """conftest.py forbids the promotion of ranks and types for all tests."""
+    """conftest.py disables the promotion of ranks and types for all tests."""
     with jax.enable_x64(request.param):
         yield request.param
 
@@ -34,7 +34,7 @@ def mapped(x, stack):
     )
 
 
-# Of lhs (5, K) and a stack (3, K, N); what it is by the dequantized stack.
+# A function of lhs (5, K) and a stack (3, K, N), and its reference on the dequantized stack.
 FORMS = {
     "a gradient": (
         lambda x, q: jax.grad(lambda x: (x @ q[0]).sum())(x),

@@ -1,4 +1,4 @@
-"""`backend="pallas"` beyond its results, which `test_matmul.py` holds to the error bound."""
+"""`backend="pallas"`: lowering and options; `test_matmul.py` checks its results."""
 
 import contextlib
 import functools
@@ -33,7 +33,7 @@ def weight(format: Format, *lead: int) -> jaxlowbit.QuantizedArray:
 
 
 def abstract(format: Format) -> jaxlowbit.QuantizedArray:
-    """As `weight`, for programs that are lowered and not run."""
+    """Like `weight`, for programs that are lowered and not run."""
     values = jax.ShapeDtypeStruct((K, N), jnp.float32)
     return jax.eval_shape(functools.partial(jaxlowbit.quantize, format=format), values)
 
@@ -45,7 +45,7 @@ def lowered(f, lhs, rhs, platform: str) -> str:
 
 
 def gpu_kind():
-    """Where JAX sees no GPU, its Triton lowering asks for which one it is."""
+    """Sets the GPU kind, which JAX's Triton lowering needs on machines without a GPU."""
     device = AbstractDevice("NVIDIA H200", None, "gpu")
     return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
 
@@ -80,7 +80,7 @@ def test_one_kernel_for_gpus(bits, zero, group_size, dtype):
 
 @deprecated
 def test_scales_of_two_levels_are_expanded(monkeypatch):
-    """Also where the kernels of CUDA read them."""
+    """Also for products whose CUDA kernels read them."""
     monkeypatch.setattr(Target, "is_only", lambda *_: True)
     lhs = jax.ShapeDtypeStruct((5, K), jnp.bfloat16)
     text = lowered(product, lhs, abstract(Format(4, 32, scale="two_level")), "cuda")
@@ -91,7 +91,7 @@ def test_scales_of_two_levels_are_expanded(monkeypatch):
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_no_program_gets_it_unasked(platform):
     lhs = jax.ShapeDtypeStruct((5, K), jnp.bfloat16)
-    unread = Format(6, codebook=tuple(range(64)))  # by kernels of GPUs
+    unread = Format(6, codebook=tuple(range(64)))  # unsupported by GPU kernels
     text = lowered(lambda lhs, rhs: lhs @ rhs, lhs, abstract(unread), platform)
     assert "custom_call" not in text and "dot_general" in text
 
@@ -140,7 +140,7 @@ def test_transformations():
 
 @interpreted
 def test_under_shard_map():
-    """The interpreter does not track what varies along a mesh, hence `check_vma`."""
+    """The interpreter does not track variance over mesh axes, hence `check_vma`."""
     rhs = weight(Format(4, 32))
     lhs = jnp.asarray(np.random.default_rng(1).normal(size=(4, K)).astype(np.float32))
     mesh = jax.make_mesh((2,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -186,7 +186,7 @@ INTERPRETED = named(
 @interpreted
 @pytest.mark.parametrize("problem", INTERPRETED, ids=[p.name for p in INTERPRETED])
 def test_the_kernel_for_gpus_interpreted(problem, monkeypatch):
-    """Its arithmetic, without Triton."""
+    """Checks its arithmetic without Triton."""
 
     def interpret(*args, compiler_params, **options):
         del compiler_params

@@ -62,11 +62,11 @@ def assert_close(got, want):
         np.testing.assert_allclose(x, y, rtol=0, atol=1e-5 * np.abs(y).max())
 
 
-# --- making them ----------------------------------------------------------------------------------
+# --- construction ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("format", "shards", "lead"),  # every format, and every pair of the others
+    ("format", "shards", "lead"),  # every format, and a pairwise cover of the rest
     [(FORMAT, 1, (2, 3)), (FORMAT, 2, ()), (Format(8), 1, ()), (Format(3, 32), 2, (2, 3))],
     ids=str,
 )
@@ -91,7 +91,7 @@ def test_one_order_serves_all_leading_axes():
 
 
 def grouped(g_idx, size, **options):
-    """Values that tell rows apart, with a scale for each group."""
+    """Distinct values per row, with a scale for each group."""
     rng = np.random.default_rng(0)
     lead, k = np.shape(g_idx)[:-1], np.shape(g_idx)[-1]
     parts = options.get("shards", (1, 1))[0]
@@ -106,7 +106,7 @@ def grouped(g_idx, size, **options):
 
 
 def test_groups_of_gptq():
-    """Rows of a group may be anywhere; each uses the scale of its group."""
+    """Rows of a group may be scattered; each uses the scale of its group."""
     size, groups = 32, 4
     rng = np.random.default_rng(0)
     k = size * groups - 10
@@ -129,7 +129,7 @@ def test_groups_of_a_stack_and_groups_in_order():
 
 
 def test_groups_of_parts():
-    """Each part of k has its own groups, the last of which is cut."""
+    """Each shard of k has separate groups; the last one is partial."""
     parts = [np.random.default_rng(i).permutation(np.arange(80) // 32) + 3 * i for i in range(2)]
     permutation = grouped(np.concatenate(parts), 32, shards=(2, 1))
     np.testing.assert_array_equal(permutation[80:], np.argsort(parts[1], kind="stable"))
@@ -150,7 +150,7 @@ def test_one_g_idx_serves_all_leading_axes():
         jax.jit(lambda g_idx: pack(g_idx=g_idx))(np.arange(64) % 2)
 
 
-# --- as an array ----------------------------------------------------------------------------------
+# --- array operations -----------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -176,7 +176,7 @@ def test_an_order_is_checked_where_it_comes_from_outside(monkeypatch):
     stack = QuantizedArray.from_integers(values, scale, format=Format(4), permutation=order)
     assert checked == ["from_integers"]
     stack.select(0)
-    assert (jnp.ones((3, 1, K)) @ stack).shape == (3, 1, N)  # of a view
+    assert (jnp.ones((3, 1, K)) @ stack).shape == (3, 1, N)  # a view
     assert checked == ["from_integers"]
 
 

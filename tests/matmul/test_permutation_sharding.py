@@ -1,4 +1,4 @@
-"""Products of permuted weights whose k or n is divided over devices."""
+"""Products of permuted weights with k or n sharded over devices."""
 
 import dataclasses
 
@@ -47,8 +47,8 @@ def arrays(k, n, format=FOUR, lead=(), shards=1) -> tuple[np.ndarray, QuantizedA
     return lhs, quantize(weight, format, shards=(shards, 1), permutation=order)
 
 
-# k and its shards, sharding of lhs and of k and n of rhs, and what the product sends: activations
-# only where an order goes beyond a device.
+# k and its shards, sharding of lhs and of k and n of rhs, and the collectives of the product:
+# activations are sent only if a permutation crosses devices.
 LAYOUTS = {
     "rows and n": (512, 1, P("a"), None, "b", []),
     "k, orders of its parts": (512, 4, P(None, "b"), "b", None, [REDUCE]),
@@ -88,7 +88,7 @@ def test_gradients_on_an_auto_mesh(layout, mesh):
 
 @pytest.mark.parametrize("k", ["b", ("a", "b")], ids=str)
 def test_one_order_sharded_by_hand(k, mesh):
-    """The words stay; the order itself, of 4 bytes per row, is gathered."""
+    """The words stay; only the permutation, 4 bytes per row, is gathered."""
     lhs, rhs = arrays(512, 128)
     q = put(rhs, mesh, rhs.partition_spec(mesh, k=k))
     order = jax.device_put(rhs.permutation, jax.NamedSharding(mesh, P(k)))

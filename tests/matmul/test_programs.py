@@ -1,4 +1,4 @@
-"""Random programs around the products compute what the definition makes of them (`programs.py`)."""
+"""Random programs around products (`programs.py`), compared with the definition."""
 
 import collections
 import dataclasses
@@ -41,7 +41,7 @@ def test_programs_are_their_definitions(program):
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", run_programs.PLAIN)
 def test_programs_on_a_gpu(setting):
-    """Under each way in which XLA may run them; `tools/run_programs.py` runs more."""
+    """Under different XLA settings; `tools/run_programs.py` runs more programs."""
     first = 10_000 * (1 + run_programs.PLAIN.index(setting))
     workers = os.cpu_count() or 1
     flags = run_programs.SETTINGS[setting]
@@ -54,7 +54,7 @@ def test_programs_on_a_gpu(setting):
         assert (found.replayed > 0) == (setting != "no graphs"), found
 
 
-# --- the tests find what is wrong -----------------------------------------------------------------
+# --- the checks detect errors ---------------------------------------------------------------------
 
 IN_PLACE = Program(
     (Call("matmul", 9, View("grid", 1), View("grid", 1), residual=View("grid", 3)),), d=192
@@ -68,7 +68,7 @@ IN_A_LOOP = Program(
     e=136,
     bits=8,
 )
-# Rows grow apart, and their errors with them: the largest ends at hundreds of times the median.
+# Row magnitudes diverge, and their errors too: the largest is hundreds of times the median.
 GATES = Program(
     (
         Loop("fori", 2, (Call("matmul", 40, View("grid"), View("grid"), store="add"),)),
@@ -79,7 +79,7 @@ GATES = Program(
 
 
 def rows_moved(lhs, rhs, right, residual):
-    """The last row is computed from what another call has stored over it."""
+    """Computes the last row from a result that overwrote it."""
     return right(lhs.at[-1, : rhs.n].set(right(lhs)[0, : rhs.k]))
 
 
@@ -92,7 +92,7 @@ def residual_moved(lhs, rhs, right, residual):
 
 
 def other_scale(lhs, rhs, right, residual):
-    """A group of one column has the scale of another."""
+    """Doubles the scale of one group in one column."""
     scale = rhs.scale.at[..., 0, 0, 0].multiply(2)
     return right(lhs, dataclasses.replace(rhs, scale=scale))
 
@@ -111,7 +111,7 @@ def rows_shifted(lhs, rhs, right, residual):
 
 @functools.cache
 def check_once(program: Program) -> None:
-    """Without an error in the product; each of the errors below has the same programs."""
+    """Checks the unmodified product; all modifications below use the same programs."""
     check(program)
 
 
@@ -139,7 +139,7 @@ def test_what_is_wrong_is_reported(monkeypatch, wrong, where, dtype):
         check(program)
 
 
-# Errors are hardest to see in bfloat16, whose bound is the widest.
+# bfloat16 has the widest bound, so errors are hardest to detect.
 @pytest.mark.parametrize(
     ("wrong", "dtype"),
     [
@@ -210,7 +210,7 @@ def test_workers_run_programs_and_count_them():
 
 
 def fake_worker(*lines: str) -> list[str]:
-    """A worker that runs its first program in these lines of Python."""
+    """A worker that replaces its first program by these lines of Python."""
     begin = "number = int(sys.argv[1])"
     say = "say = lambda **line: print(json.dumps({'number': number, **line}), flush=True)"
     started = "say(program=f'Program {number}')"

@@ -1,4 +1,4 @@
-"""Random problems: whatever the shape and format, the product is within its error bound."""
+"""Random shapes and formats: products are within the error bound."""
 
 import dataclasses
 import math
@@ -10,7 +10,7 @@ from helpers import assert_within, backends, matmul
 from hypothesis import strategies as st
 from problems import Problem, operands
 
-# Sizes at which something changes come up more often than the others.
+# Sizes at which code paths change are drawn more often.
 SIZES = st.one_of(st.sampled_from([1, 7, 8, 16, 63, 64, 65, 128, 129, 192]), st.integers(1, 200))
 ROWS = st.one_of(st.sampled_from([0, 1, 8, 9, 16, 17, 32, 33, 64, 65]), st.integers(1, 140))
 WIDTHS = st.one_of(st.sampled_from([4, 8]), st.integers(1, 8))
@@ -65,7 +65,7 @@ def _tuples(values):
     return tuple(map(_tuples, values)) if isinstance(values, list) else values
 
 
-# HYPOTHESIS_PROFILE=thorough runs 5,000. Each example is a program of its own, to be compiled.
+# HYPOTHESIS_PROFILE=thorough runs 5,000. Each example compiles a program.
 COUNT = 120 if hypothesis.settings().derandomize else 5000
 
 
@@ -73,7 +73,7 @@ COUNT = 120 if hypothesis.settings().derandomize else 5000
 @hypothesis.settings(max_examples=COUNT, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 def test_products_are_within_their_error_bound(problem):
     lhs, rhs, oracle = operands.__wrapped__(problem)
-    # The first is the custom call where there is one, else the definition.
+    # The first backend is the custom call if supported, else the definition.
     backend = backends(problem.dtype, problem.format)[0]
     dtype = problem.result_dtype
     got = matmul(jnp.asarray(lhs), rhs, backend=backend, preferred_element_type=dtype)

@@ -1,4 +1,4 @@
-"""Products of sharded arrays: their values, and what their programs send between devices."""
+"""Products of sharded arrays: values, and collectives of their programs."""
 
 import contextlib
 import dataclasses
@@ -49,13 +49,13 @@ def arrays(k, n, format, lead=(), shards=(1, 1), dtype="float32"):
 
 
 def put_words(rhs, mesh, n, k):
-    """Shards the words in a way that `partition_spec` may refuse; the rest is on every device."""
+    """Shards only the words, even by specs that `partition_spec` rejects."""
     packed = jax.NamedSharding(mesh, P(n, k))
     rhs = jax.device_put(rhs, jax.NamedSharding(mesh, P()))
     return dataclasses.replace(rhs, packed=jax.device_put(rhs.packed, packed))
 
 
-# Sharding of lhs, of k and n of rhs, and what the product sends.
+# Sharding of lhs, of k and n of rhs, and the collectives of the product.
 LAYOUTS = {
     "rows": (P("a"), None, None, []),
     "n": (P(), None, "b", []),

@@ -1,4 +1,4 @@
-"""Sharded products on two GPUs: `test_sharding.py` has every form, on the CPU."""
+"""Sharded products on two GPUs; `test_sharding.py` covers all layouts on the CPU."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jaxlowbit import INT4, Format, quantize
 
 pytestmark = pytest.mark.gpu
 P = jax.P
-K, N = 768, 384  # half of K is whole groups of either format
+K, N = 768, 384  # half of K is a multiple of both group sizes
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def mesh():
     return jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=devices[:2])
 
 
-# Sharding of lhs, of k and n of rhs, and what the product sends.
+# Sharding of lhs, of k and n of rhs, and the collectives of the product.
 LAYOUTS = {
     "data": (P("x"), {}, []),
     "column": (P(), {"n": "x"}, []),

@@ -1,4 +1,4 @@
-"""Every transformation of the product equals that of `lhs @ rhs.dequantize()`."""
+"""Transformations of the product match transformations of `lhs @ rhs.dequantize()`."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ from jaxlowbit import Format, QuantizedArray
 K, N, LAYERS = 72, 72, 3
 UNCHECKED = [export.DisabledSafetyCheck.custom_call(TARGET)]
 
-# The dtypes and formats of the kernels, and one that CUDA leaves to the definition.
+# Dtypes and formats of the kernels, and one without a CUDA kernel.
 PERMUTED = "permuted, float32"
 KINDS = {
     "4 bits, bfloat16": ("bfloat16", Format(4, 32, "integer")),
@@ -45,7 +45,7 @@ def product(lhs, rhs):
     return lhs @ rhs
 
 
-# Jitted, as only the product need be transformed operation for operation.
+# Jitted: only the transformed product has to run operation by operation.
 @jax.jit
 def reference(lhs, rhs):
     return lhs @ rhs.dequantize(lhs.dtype)
@@ -56,7 +56,7 @@ def loss(multiply, lhs, rhs):
 
 
 def assert_close(got, want):
-    """Equal but for a few roundings of the least exact dtype, relative to the largest element."""
+    """Equal up to a few roundings of the coarsest dtype, relative to the largest element."""
 
     def compare(got, want):
         assert got.shape == want.shape and got.dtype == want.dtype
@@ -71,7 +71,7 @@ def assert_close(got, want):
     jax.tree.map(compare, got, want)
 
 
-# Transformations of a function of lhs alone, called with lhs and then with further arrays.
+# Transformations of a function of lhs, called with lhs and then with further arrays.
 UNARY = {
     "eager": lambda f: f,
     "jit": jax.jit,
@@ -105,7 +105,7 @@ UNARY = {
 }
 
 
-# Permuted weights go a longer way through each; dtypes and formats take turns.
+# Permuted weights run under every transformation because they have more rules; others alternate.
 OTHER_KINDS = [kind for kind in KINDS if kind != PERMUTED]
 TRANSFORMED = [
     (transform, kind)
@@ -206,11 +206,11 @@ def test_vmap_over_stacks_and_indices(kind):
     x = lhs[:, 0]
     want = jnp.stack([x[0] @ value[0, LAYERS - 1], x[1] @ value[1, LAYERS - 2]])
     assert_close(jax.vmap(lambda x, q, i: x @ q.select(i))(x, rhs, index), want)
-    # An index of several elements, shared by stacks that differ.
+    # An index with several elements, shared by different stacks.
     several = jnp.array([1, 0, 1], jnp.int32)
     got = jax.vmap(lambda q: lhs[0] @ q.select(several))(rhs)
     assert_close(got, jnp.stack([lhs[0] @ value[i][several] for i in range(2)]))
-    # Both at once: stacks and their own indices of several elements.
+    # Mapped stacks with mapped indices of several elements.
     pairs = jnp.array([[1, 0], [2, 2]], jnp.int32)
     got = jax.vmap(lambda q, i: lhs[0, :2] @ q.select(i))(rhs, pairs)
     assert_close(got, jnp.stack([lhs[0, :2] @ value[i][pairs[i]] for i in range(2)]))
@@ -281,7 +281,7 @@ def test_scan_without_quantized_arrays_is_lax_scan():
     assert counted[0] == 3
 
 
-# --- the rest of JAX ------------------------------------------------------------------------------
+# --- other features of JAX ------------------------------------------------------------------------
 
 
 def test_eval_shape_needs_no_arrays():
@@ -363,7 +363,7 @@ def test_shard_map_over_a_stack_and_its_derivatives(spec, mesh):
 
 
 def test_shard_map_sums_over_shards_of_k(mesh):
-    """Each device has some of the rows of the weight, and the products are summed."""
+    """Each device has a shard of k; the partial products are summed."""
     lhs, rhs = arrays("8 bits, float32", 2)
 
     def local(x, q):
@@ -401,7 +401,7 @@ def test_explicit_sharding_of_rows_is_kept():
 
 
 def test_same_program_on_the_platform_of_its_arrays():
-    """One jitted function follows its arguments from device to device."""
+    """One jitted function runs on the device of its arguments."""
     lhs, rhs = arrays("8 bits, float32")
     program = jax.jit(product)
     for device in jax.devices("cpu"):

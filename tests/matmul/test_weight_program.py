@@ -1,4 +1,4 @@
-"""Code that multiplies by float weights, with packed ones in their place."""
+"""Code written for float weights, run with packed weights."""
 
 from collections.abc import Callable
 from typing import Any
@@ -30,9 +30,9 @@ def code_of_others():
 
 
 def packed(text: str, shape: tuple[int, ...], stacked: int = 0) -> tuple[WeightView, jax.Array]:
-    """A random weight, and the floats that it stands for, in the shape of the weight."""
+    """A random packed weight, and its dequantized floats in the same shape."""
     equation = Equation.parse(text, shape[stacked:])
-    weight = normal(0, shape) / 8  # products of 64 elements are near 1
+    weight = normal(0, shape) / 8  # sums of 64 products are near 1
     kernel = quantize(equation.matrix(weight), INT8)
     sizes = (*shape[:stacked], *equation.batch, *equation.contracted, *equation.features)
     order = [*range(stacked), *(stacked + np.argsort(equation.order))]
@@ -49,7 +49,7 @@ HEADS = ("btd,ndh->btnh", (4, 64, 16), 0)
 OUT = ("btnh,nhd->btd", (4, 16, 64), 0)
 LAYERS = ("...k,kn->...n", (3, 64, 64), 1)
 MATRIX = ("...k,kn->...n", (64, 64), 0)
-UNNAMED = ("bd,edf->bef", (4, 64, 16), 0)  # experts are features here
+UNNAMED = ("bd,edf->bef", (4, 64, 16), 0)  # the expert axis acts as a feature axis
 
 USES: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "lookup by an index": (TABLE, lambda w: w[(IDS,)]),

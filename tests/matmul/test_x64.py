@@ -1,4 +1,4 @@
-"""Public functions under `jax_enable_x64`, with 64-bit arguments and numbers that float32 rounds.
+"""Public functions under `jax_enable_x64`, with 64-bit arguments and values that float32 rounds.
 
 `test_llm_sampling.py` has the same tests for `jaxlowbit.llm`.
 """
@@ -23,7 +23,7 @@ from jaxlowbit import nnx as jl_nnx
 MODULES = (jl, jl_nnx, jl_linen, jl.quantizers)
 LLM = tuple(right_calls.CALLS)[tuple(right_calls.CALLS).index("Config") :]
 ELSEWHERE = ("from_qarray", "quantize_pretrained")
-"""Calls that need qwix, a model, and the download of one."""
+"""Calls that need qwix, a model, or a downloaded model."""
 CALLS = {
     name: call
     for name, call in right_calls.CALLS.items()
@@ -31,11 +31,11 @@ CALLS = {
 }
 
 WITHOUT_JIT = (*tuple(CALLS)[: tuple(CALLS).index("nnx.quantize_model")], "QuantizedLinear()")
-"""Calls that run operation by operation too: layers consist of the others."""
+"""Calls that also run without jit; layers consist of these."""
 
 
 def wide(value: Any, float_dtype: Any, int_dtype: Any) -> Any:
-    """An argument with numbers of other dtypes, as a user of x64 has them."""
+    """Casts the numbers of an argument to other dtypes, as under x64."""
     if isinstance(value, jax.Array | np.ndarray):
         if jnp.issubdtype(value.dtype, jax.dtypes.extended) or value.dtype.itemsize < 4:
             return value
@@ -69,7 +69,7 @@ def assert_same(found: list[Any], expected: list[Any], dtypes: bool = True) -> N
 
 @contextlib.contextmanager
 def frames() -> Iterator[None]:
-    """All frames of errors count."""
+    """Keeps all frames of tracebacks."""
     filtering = jax.config.jax_traceback_filtering
     jax.config.update("jax_traceback_filtering", "off")
     try:
@@ -79,7 +79,7 @@ def frames() -> Iterator[None]:
 
 
 def in_floats(error: Exception, name: str) -> bool:
-    """Whether the float model of a call raises that too: a layer of Flax promotes no dtypes."""
+    """Whether the float model raises the same error: Flax layers do not promote dtypes."""
     return isinstance(error, jax.dtypes.TypePromotionError) and name in (
         "linen.quantize_model",
         "QuantizedModel",
@@ -92,7 +92,7 @@ def test_every_public_function_is_called():
 
 @pytest.mark.parametrize("name", CALLS)
 def test_values_are_those_without_x64(name):
-    """With integers of 64 bits, with and without jit; floats of 64 bits give that or a sentence."""
+    """64-bit integers give the same values with and without jit; 64-bit floats do or raise."""
     call = CALLS[name]
     made = [{key: make() for key, make in call.arguments.items()} for _ in range(4)]
     expected = result(call, made[0])
@@ -112,10 +112,10 @@ def test_values_are_those_without_x64(name):
     if name == "supported_backends":
         assert set(doubled) == {"lhs is float64, but activations are float32, bfloat16 or float16"}
     else:
-        assert_same(doubled, expected, dtypes=name != "scan")  # whose carry is the caller's
+        assert_same(doubled, expected, dtypes=name != "scan")  # carry keeps its dtype
 
 
-# Arguments that float32 rounds to 0 or infinity, 64-bit integers that 32 bits do not hold.
+# Arguments that float32 rounds to 0 or infinity, and integers beyond 32 bits.
 ROUNDED: dict[str, tuple[Callable[[], Any], str]] = {
     "epsilon to 0": (lambda: block(1e-46), "quantized_block: epsilon is 1e-46, which float32"),
     "epsilon to inf": (
@@ -198,6 +198,6 @@ def test_numbers_of_numpy_are_numbers():
     assert type(jl.Format(four).bits) is int
     orders = [grouped(np.arange(64)[::-1] // 16, jl.Format(4, x)).permutation for x in (size, 16)]
     np.testing.assert_array_equal(*orders)
-    x = np.ones((2, 64))  # float64, which JAX takes as float32
+    x = np.ones((2, 64))  # float64, which JAX converts to float32
     assert "float32 (2, 64)" in jl.explain(x, right_calls.arrays()["q"], device="cpu")
     assert jl.supported_backends(x, right_calls.arrays()["q"])["xla"] is None

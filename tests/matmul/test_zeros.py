@@ -17,7 +17,7 @@ from jaxlowbit._core.format import SCALES, parse_format
 from jaxlowbit._core.format_table import NAMED
 
 K, GROUP = 256, 32
-# Codebooks of a caller: without a 0, of one sign only, of one bit.
+# User codebooks: without 0, with one sign, with one bit.
 OWN = {
     "odd": (-1.5, -0.5, 0.5, 1.5),
     "positive": (4.0, 0.5, 1.0, 2.0),
@@ -27,7 +27,7 @@ OWN = {
 
 
 def every_format() -> dict[str, Format]:
-    """Every width, codebook, kind of zero and kind of scale that a format can combine."""
+    """Every valid combination of width, codebook, kind of zero and kind of scale."""
     books: list[tuple[str, int, Any]] = [(f"int{bits}", bits, None) for bits in range(1, 9)]
     books += [(name, own.bits, name) for name, own in CODEBOOKS.items()]
     books += [(name, len(own).bit_length() - 1, own) for name, own in OWN.items()]
@@ -48,22 +48,22 @@ FORMATS = every_format()
 
 
 def floats(weight: Any, format: Any) -> np.ndarray:
-    # Operations are compiled once for all formats, a program once for each.
+    # Without jit, operations are compiled once for all formats; a program would be for each.
     with jax.disable_jit():
         return np.asarray(quantize(weight, format, quantizer="absmax").dequantize(jnp.float32))
 
 
 def example() -> tuple[np.ndarray, np.ndarray]:
-    """A stack of matrices, and which of their elements are in groups of zeros.
+    """A stack of matrices, and a mask of the elements in all-zero groups.
 
-    The last two differ in their first groups only.
+    The last two matrices differ only in their first groups.
     """
     rng = np.random.default_rng(0)
     stack = rng.normal(size=(4, K, 8)).astype(np.float32)
     stack[0, :, 0], stack[0, :, 1] = 0, -0.0
     stack[0, :GROUP, 2] = 0
     stack[0, GROUP:, 3] = 0
-    stack[0, :, 4] = 1e-40  # which XLA flushes to 0
+    stack[0, :, 4] = 1e-40  # XLA flushes it to 0
     stack[0, :, 5:7] = np.abs(stack[0, :, 5:7]) * [1, -1]
     stack[1] = 0
     stack[2] = stack[3] = 0.5 * stack[3]
@@ -97,7 +97,7 @@ def test_a_codebook_of_one_sign_takes_the_other_as_zeros(scale):
 
 
 def test_groups_of_zeros_do_not_count_as_scales_too_small():
-    """If a weight is pruned by channels or groups, zeros have most of its scales."""
+    """In weights pruned by channels or groups, most scales belong to zeros."""
     stack, _ = example()
     for pruned in (stack * (np.arange(8) == 7), stack * (np.arange(K)[:, None] < GROUP)):
         assert not floats(pruned, FORMATS["int4-none-int8"])[pruned == 0].any()

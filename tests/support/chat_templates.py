@@ -1,6 +1,6 @@
-"""Chat templates in the manner of well-known models, and the texts that transformers renders.
+"""Chat templates in the style of well-known models, and their texts rendered by transformers.
 
-The texts were rendered by transformers 5.24.
+The version of transformers is 5.24.
 """
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
@@ -65,7 +65,7 @@ QWEN3 = """\
     {%- endif %}
 {%- endif %}
 """
-# SmolLM 3: generation blocks, whose variables are local.
+# SmolLM 3: generation blocks with local variables.
 SMOLLM3 = """\
 {# defaults #}
 {%- if enable_thinking is not defined -%}{%- set enable_thinking = true -%}{%- endif -%}
@@ -82,7 +82,7 @@ SMOLLM3 = """\
 {%- endfor -%}
 {{- "<think>" if enable_thinking else "<think></think>" }}
 """
-# Llama 3.1: a date, tools in the user's message with an indent, other names for tools.
+# Llama 3.1: a date, indented tools in the user's message, alternative names for tools.
 LLAMA31 = """\
 {{- bos_token }}
 {%- if custom_tools is defined %}{% set tools = custom_tools %}{% endif %}
@@ -105,7 +105,7 @@ LLAMA31 = """\
     {%- endif %}
 {%- endfor %}
 """
-# Gemma 3: the role of a system is part of the first turn, contents in parts.
+# Gemma 3: the system message is part of the first turn; contents have parts.
 GEMMA3 = """\
 {{ bos_token }}
 {%- for message in messages -%}
@@ -158,7 +158,7 @@ MISTRAL = """\
     {%- endif %}
 {%- endfor %}
 """
-# What else templates use.
+# Other features of templates.
 OTHERS = """\
 {%- for m in messages %}{% if m.role == 'tool' %}{% continue %}{% endif %}
 {{- m | tojson(sort_keys=True, separators=(',', ':'), ensure_ascii=True) }}

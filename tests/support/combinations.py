@@ -27,7 +27,7 @@ from jaxlowbit import QuantizedActivations, QuantizedArray
 
 INTEGERS = {f"int{bits}": bits for bits in range(1, 9)}
 FLOATS = {"nf4": 4, "fp4": 4, "e2m1": 4, "e4m3": 8, "e5m2": 8}
-TABLES = {f"table of {2**bits}": bits for bits in range(1, 9)}  # codebooks of the caller's numbers
+TABLES = {f"table of {2**bits}": bits for bits in range(1, 9)}  # user codebooks
 BITS = INTEGERS | FLOATS | TABLES
 
 WIDE_SCALES = ("16 bits", "float32")
@@ -117,7 +117,7 @@ class Combination:
         return dataclasses.replace(problem, scale=1 / np.abs(numbers[np.isfinite(numbers)]).max())
 
 
-# --- the choice -----------------------------------------------------------------------------------
+# --- selection ------------------------------------------------------------------------------------
 
 Values = Mapping[str, Any]
 
@@ -184,7 +184,7 @@ def required() -> dict[tuple[Any, ...], Values]:
 
 def _chosen() -> Iterator[Combination]:
     """Greedy cover: for each uncovered aspect, sets every other dimension to the value that
-    covers most with it; ties go to the least used value."""
+    covers most with it; among equals, to the value used least often."""
     missing = required()
     touching = {name: _touching(name) for name in DIMENSIONS}
     taken = {(name, value): 0 for name, options in DIMENSIONS.items() for value in options}

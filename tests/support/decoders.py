@@ -1,4 +1,4 @@
-"""A plain float32 decoder in NumPy, and tiny configurations to compare it on."""
+"""A float32 reference decoder in NumPy, and tiny configurations."""
 
 import math
 from typing import Any
@@ -75,7 +75,7 @@ def random(config: Config, format: Format = INT4_G32) -> dict[str, Any]:
 
 
 def floats(weights: dict[str, Any]) -> dict[str, np.ndarray]:
-    """What weights stand for, in float64."""
+    """The dequantized weights in float64."""
     return {
         name: np.asarray(dequantized(x) if isinstance(x, QuantizedArray) else x, np.float64)
         for name, x in weights.items()
@@ -83,7 +83,7 @@ def floats(weights: dict[str, Any]) -> dict[str, np.ndarray]:
 
 
 def reference(config: Config, weights: dict[str, np.ndarray], tokens: Any) -> np.ndarray:
-    """Logits (length, vocabulary) of tokens (length,), one token after the other."""
+    """Logits (length, vocabulary) of tokens (length,), computed token by token."""
 
     def norm(x: np.ndarray, name: str) -> np.ndarray:
         scale = weights[name] + config.norm_offset
@@ -151,7 +151,7 @@ def reference(config: Config, weights: dict[str, np.ndarray], tokens: Any) -> np
 
 
 def turned(config: Config, x: np.ndarray, position: int, local: bool) -> np.ndarray:
-    """Heads (n, head_size) with every pair rotated, as a complex number."""
+    """Heads (n, head_size) with every pair rotated as a complex number."""
     own = local and config.local_rope_base is not None
     base = float((config.local_rope_base if own else config.rope_base) or 0)
     scaling = None if own else config.rope_scaling
@@ -167,7 +167,7 @@ def turned(config: Config, x: np.ndarray, position: int, local: bool) -> np.ndar
         if scaling is not None and scaling.kind == "factors":
             turn /= scaling.factors[i]
         if scaling is not None and scaling.kind == "llama3":
-            length = 2 * math.pi / turn  # of a wave
+            length = 2 * math.pi / turn  # wavelength
             original = scaling.original_context
             low, high = scaling.low, scaling.high
             if length > original / low:

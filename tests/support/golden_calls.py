@@ -1,4 +1,4 @@
-"""Kinds of calls whose bits are golden: how each is made from a format, rows and a dtype."""
+"""Kinds of calls with golden bits, each made from a format, rows and a dtype."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ from jaxlowbit._composite.normalized import normalized_matmuls, normalized_mlp
 
 
 class Case(NamedTuple):
-    function: Callable[..., Any]  # of arrays; it is jitted
+    function: Callable[..., Any]  # takes arrays; gets jitted
     operands: tuple[Any, ...]
     donated: tuple[int, ...] = ()
 
@@ -29,7 +29,7 @@ class Case(NamedTuple):
 def combination(
     format: Format, shape: tuple[int, int, int], epilogue: str = "none", dtype: str = "bfloat16"
 ) -> Combination:
-    """The combination that multiplies by a named format."""
+    """The combination with the weights of a named format."""
     m, k, n = shape
     weights = f"int{format.bits}" if format.codebook is None else format.codebook
     scales = WIDE_SCALES[0] if format.scale is None else format.scale
@@ -217,7 +217,7 @@ def transposed(x: Maker) -> Case:
 
 
 def gradients(x: Maker) -> Case:
-    """Differentiates by lhs, the bias and float scales, through an activation."""
+    """Gradients for lhs, the bias and float scales, through an activation."""
     plain = x.format.scale is None
 
     def function(lhs: Array, bias: Array, cotangent: Array, weight: QuantizedArray) -> Any:
@@ -233,7 +233,7 @@ def gradients(x: Maker) -> Case:
 
 
 def _gradient_options(x: Maker) -> dict[str, Any]:
-    return x.options if x.platform == "cuda" else {}  # CPUs have no transposed kernel
+    return x.options if x.platform == "cuda" else {}  # the CPU has no transposed kernel
 
 
 def remat(x: Maker) -> Case:
@@ -270,7 +270,7 @@ def wide_result(x: Maker) -> Case:
 
 
 def exported(x: Maker, rows: str = "") -> Case:
-    """A program that was exported, with any number of rows if `rows` names it."""
+    """An exported program; M is symbolic if `rows` names it."""
     lhs, weight = x.lhs(), x.weight()
     shape = export.symbolic_shape(f"{rows}, {x.k}") if rows else lhs.shape
     program = export.export(
@@ -286,7 +286,7 @@ def symbolic(x: Maker) -> Case:
 
 
 def in_place(x: Maker) -> Case:
-    """The result may take the memory of the residual, which is given away."""
+    """The residual is donated, so the result may use its buffer."""
     return Case(
         lambda a, b, c: jl.quantized_matmul(a, b, residual=c, **x.options),
         (x.lhs(), x.weight(), x.rows(x.m, x.n)),
@@ -302,7 +302,7 @@ def scanned(x: Maker) -> Case:
 
 
 def embedding(x: Maker) -> Case:
-    """Columns of the weight, as an embedding reads them, and its dequantized matrix."""
+    """Columns of the weight, read like an embedding, and its dequantized matrix."""
     return Case(
         lambda a, b: (b.dequantize(jnp.float32), jl.quantized_matmul(a, b, **x.options)),
         (np.eye(x.m, x.k, 3).astype(jnp.dtype(x.dtype)), x.weight()),

@@ -1,4 +1,4 @@
-"""Problems with golden results, whose bits a restructuring must keep (`tools/golden.py`).
+"""Problems with golden results: refactoring must preserve their bits (`tools/golden.py`).
 
 `problems(platform)` lists them: products by each kernel, products by forced choices, the
 combinations and problems of other tests, and every kind of call by every named format. Operands
@@ -37,23 +37,23 @@ from jaxlowbit._backends.selection import Choice, DeviceFacts, Product
 from jaxlowbit._core.format_table import NAMED
 
 EPILOGUES: tuple[str, ...] = combinations.DIMENSIONS["epilogue"]
-ERROR = "!"  # begins the result of a problem that raises
+ERROR = "!"  # prefix of the result of a problem that raises
 
 
 @dataclasses.dataclass(frozen=True)
 class Golden:
     name: str
     call: str
-    format: Format | None  # None: of attention
+    format: Format | None  # None for attention
     case: Callable[[], Case]
-    kernel: str | None = None  # the CUDA kernel that the selection chooses on Hopper
+    kernel: str | None = None  # the CUDA kernel selected on Hopper
     epilogue: str = "none"
-    forced: tuple[Product, Choice] | None = None  # the entry of a tuned table that forces a kernel
+    forced: tuple[Product, Choice] | None = None  # entry of a tuned table that forces the kernel
 
     def compute(self) -> str:
         """Hashes of operands and results, `operands:results`.
 
-        **Raises:** `AssertionError` if a second run gives other bits.
+        **Raises:** `AssertionError` if a second run gives different bits.
         """
         function, operands, donated = self.case()
         jitted = jax.jit(function, donate_argnums=donated)
@@ -64,7 +64,7 @@ class Golden:
 
 
 def digest(tree: Any, size: int) -> str:
-    """A hash of the bits, shapes and dtypes of arrays, in hexadecimal digits."""
+    """A hash of the bits, shapes and dtypes of arrays, in hexadecimal."""
     found = hashlib.sha256()
     for leaf in jax.tree.leaves(tree):
         array = np.asarray(leaf)
@@ -74,7 +74,7 @@ def digest(tree: Any, size: int) -> str:
 
 
 def problems(platform: str) -> tuple[Golden, ...]:
-    """The problems of "cpu" or "cuda"."""
+    """The problems for "cpu" or "cuda"."""
     forced = _forced() if platform == "cuda" else ()
     return tuple(
         [
@@ -89,7 +89,7 @@ def problems(platform: str) -> tuple[Golden, ...]:
 
 
 def force(problems: tuple[Golden, ...], device: DeviceFacts) -> dict[str, str]:
-    """Sets the tuned table that forces choices, before the first product runs on `device`.
+    """Installs the tuned table that forces choices, before the first product runs on `device`.
 
     **Returns:** the names of problems whose choice cannot run there, with the reasons.
     """
@@ -105,8 +105,8 @@ def is_computed(platform: str, dtype: str, format: Format) -> bool:
 
 # --- products by each kernel ----------------------------------------------------------------------
 
-# (m, k, n) by kernel: on Hopper the selection chooses it for every named format. Rows of 259
-# numbers are unaligned, and only qmm_sm80 reads these.
+# (m, k, n) by kernel, selected on Hopper for every named format. Rows of 259 elements are
+# unaligned, so only qmm_sm80 supports them.
 SHAPES = {
     "qmm_sm80": (9, 259, 193),
     "qmm_sm90": (200, 512, 320),
@@ -117,7 +117,7 @@ KERNELS = (*SHAPES, TRANSPOSED)
 
 
 def _kernels(platform: str) -> Iterator[Golden]:
-    """Every kernel by every named format with every epilogue; CPUs take the shapes in turn."""
+    """Every kernel with every named format and epilogue; on CPUs the shapes alternate."""
     for i, (name, epilogue) in enumerate(itertools.product(NAMED, EPILOGUES)):
         for j, kernel in enumerate(SHAPES):
             if platform == "cuda" or j == i % len(SHAPES):
@@ -170,12 +170,12 @@ def _product(problem: products.Problem, platform: str) -> Case:
 
 
 def _choices(format: Format) -> Iterator[tuple[int, Choice]]:
-    """Rows, and a choice for them: every tile of 4 and 8 bits, and some for other widths."""
+    """M and a choice for it: every tile for 4 and 8 bits, and some for other widths."""
     whole = format in (INT4, UINT4, INT8)
     for block_m in (8, 16, 32, 64):
         for split_k in (1, 3) if whole else (2,):
             yield block_m + 1, Choice("qmm_sm80", block_m, split_k, 0, 0, 1)
-    # The rows of tiles of `cuda/kernels/sm90/plan.h`; the build holds the first seven.
+    # Rows of the tiles in `cuda/kernels/sm90/plan.h`; the first seven are prebuilt.
     tiles = (256, 128, 64, 64, 32, 128, 128, 48, 80, 96, 96, 112, 144, 160, 192, 224, 80, 160)
     for tile, block_m in enumerate(tiles if whole else tiles[:7]):
         m = max(block_m + 5, 40)
@@ -190,7 +190,7 @@ def _choices(format: Format) -> Iterator[tuple[int, Choice]]:
                 yield m, Choice("qmm_sm90_stream", block_m, ctas, slices, 0, 1)
 
 
-_FORCED_K = 64 * 13  # atoms of k that no other problem has, so that the table changes no other
+_FORCED_K = 64 * 13  # no other problem has this k, so the table affects no other
 _FORCED = (
     *(INT4, UINT4, INT8, UINT8, Format(4), Format(4, 32), Format(4, 64, "float")),
     *(Format(bits, 128) for bits in (2, 3, 5, 6, 7)),
@@ -199,7 +199,7 @@ _FORCED = (
 
 
 def _forced() -> Iterator[Golden]:
-    """Choices by a tuned table, which single products by integers look up; n tells them apart."""
+    """Choices from a tuned table, which single products with integers look up by n."""
     epilogues = [name for name in EPILOGUES if name != "gated"]
     number = 0
     for format in _FORCED:
@@ -245,17 +245,17 @@ def _forced_case(product: Product, epilogue: str) -> Case:
     )
 
 
-# --- calls of other kinds -------------------------------------------------------------------------
+# --- other kinds of calls -------------------------------------------------------------------------
 
 _ROWS = (1, 16, 40, 200, 7)
-# Kernels multiply an lhs of 8 bits from 192 rows on, or from 32 with one sum for each channel.
+# 8-bit kernels are used from M = 192, or from M = 32 with one accumulator per channel.
 _ROWS_IN_8_BITS = (200, 45, 320, 193, 5)
 IN_8_BITS = ("rounded", "given", "integers")
 ONE_SUM = (*(Format(bits) for bits in range(2, 9)), Format(4, -1, "integer"), NAMED["int4-int8"])
 
 
 def _calls(platform: str) -> Iterator[Golden]:
-    """Every kind by every format that it takes, with numbers of rows and dtypes in turn."""
+    """Every kind with every format that it supports; values of M and dtypes alternate."""
     for number, (call, case) in enumerate(CALLS.items()):
         formats = NAMED
         if call == "integers":
@@ -278,7 +278,7 @@ def _made(case: Callable[[Maker], Case], *fields: Any) -> Case:
 
 
 def _attention() -> Iterator[Golden]:
-    """The attention by itself, and with the block after it by every named format."""
+    """Attention by itself, and with the subsequent block in every named format."""
     for sizes, dtype in itertools.product(ATTENTION, ("bfloat16", "float16")):
         name = f"attend: {' '.join(map(str, sizes))} in {dtype}"
         made = functools.partial(_made, attended(sizes), name, "cuda", INT4, 1, dtype)

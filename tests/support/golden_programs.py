@@ -1,8 +1,8 @@
-"""Whole programs, whose bits two builds must agree on where both run (`tools/golden.py --against`).
+"""Whole programs that must give equal bits with two builds (`tools/golden.py --against`).
 
-Their bits also depend on XLA and on the machine, so that none are stored. `programs()` lists steps
-of language models, models of Flax, programs on several devices, random programs, the definition of
-each named format, its quantizer, and Pallas's kernels.
+Their bits depend on XLA and on the machine, so they are not stored. `programs()` lists steps of
+language models, Flax models, programs on several devices, random programs, and for each named
+format the definition, the quantizer and the Pallas kernels.
 """
 
 import dataclasses
@@ -36,10 +36,10 @@ from jaxlowbit import linen as jl_linen
 from jaxlowbit import nnx as jl_nnx
 from jaxlowbit._core.format_table import NAMED
 
-RANDOM = 40  # random programs
+RANDOM = 40  # number of random programs
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], list(range(20, 60))]
 TOKENS = np.random.default_rng(1).integers(0, 160, (2, 24))
-# Whole heads and whole atoms of every weight on each of four devices.
+# On four devices, each shard of a weight has whole heads and whole atoms.
 DIVIDED: dict[str, Any] = {"heads": 8, "kv_heads": 4, "head_size": 64, "hidden": 256}
 MODEL_FORMATS = (
     "int8",
@@ -61,7 +61,7 @@ class Program:
     def compute(self) -> str:
         """The hash of its results.
 
-        **Raises:** `AssertionError` if a second run gives other bits.
+        **Raises:** `AssertionError` if a second run gives different bits.
         """
         first, second = (digest(self.run(), 12) for _ in range(2))
         assert first == second, f"two runs differ, {first} and {second}"
@@ -118,7 +118,7 @@ def _loaded() -> Any:
 
 
 def _drawn(format: str) -> Any:
-    """Weights that `init` draws, and the logits of that model."""
+    """Weights drawn by `init`, and the logits of the model."""
     decoder = llm.init(CONFIGS["llama"], NAMED[format]).decoder
     return nnx.to_pure_dict(nnx.state(decoder)), _logits(decoder)
 
@@ -206,7 +206,7 @@ def _flax() -> Runs:
 
 
 def _divided_products() -> Runs:
-    """On two by four devices, divided along n and along k, with derivatives."""
+    """Products on two by four devices, sharded along n and along k, with derivatives."""
     if len(jax.devices()) < 8:
         return
 
@@ -242,7 +242,7 @@ def _random() -> Runs:
 
 
 def _formats() -> Runs:
-    """The definition and the quantizer of each named format, and Pallas's kernels."""
+    """The definition, the quantizer and the Pallas kernels for each named format."""
 
     def defined(format: Format) -> Any:
         lhs, rhs, epilogue, *_ = combinations.operands(

@@ -85,7 +85,7 @@ def isolated(
 
 
 def main(cases: Cases) -> None:
-    """Entry point of a test file with cases that is run as a script."""
+    """Entry point of a test file with cases, run as a script."""
     names = list(cases)
 
     def run(number: int) -> dict[str, Any]:

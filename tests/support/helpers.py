@@ -25,7 +25,7 @@ TARGET = "jaxlowbit_sequence"
 
 _STATIC = ("preferred_element_type", "precision", "backend")
 matmul = jax.jit(jaxlowbit.quantized_matmul, static_argnames=_STATIC)
-# `array.dequantize(dtype)` as one program; run eagerly, it would compile ten.
+# `array.dequantize(dtype)` as one program; eager execution would compile ten.
 dequantized = jax.jit(QuantizedArray.dequantize, static_argnums=1)
 # Interpreted kernels take longer to optimize than to run.
 UNOPTIMIZED: dict[str, Any] = {"xla_backend_optimization_level": 0}
@@ -271,7 +271,7 @@ def _parts_padded(values: np.ndarray, axis: int, parts: int, unit: int) -> np.nd
     return np.concatenate([np.pad(part, pad, mode="edge") for part in split], axis)
 
 
-# --- the meaning ----------------------------------------------------------------------------------
+# --- the reference --------------------------------------------------------------------------------
 
 
 class Weight(NamedTuple):
@@ -348,9 +348,9 @@ class Oracle(NamedTuple):
 
     Standard forward error analysis: each weight is rounded in float32 and then to the dtype of
     lhs, k products are added in float32, the sum is rounded to the dtype of the result. All
-    scale with |lhs| @ |weight|, so cancellation needs no tuned tolerance. Where float16 sums are
-    allowed, a product is rounded with its sum up to twice for its step of 16 and each that follows
-    in its stage of `half_stage` products.
+    scale with |lhs| @ |weight|, so cancellation needs no tuned tolerance. With float16 accumulation
+    a product is rounded with its sum up to twice for its step of 16 and for each later step in its
+    stage of `half_stage` products.
     """
 
     exact: np.ndarray
@@ -520,7 +520,7 @@ def described(text: str) -> list[Described]:
 
 
 def _numbers(name: str, line: str) -> list[int]:
-    """The numbers of an attribute s64[], which long ones are printed of as bytes."""
+    """The numbers of an attribute s64[]; long arrays are printed as bytes."""
     array = re.search(rf"\b{name} = array<i64: ([^>]*)>", line)
     if array is not None:
         return [int(x) for x in array[1].split(",")]
@@ -538,7 +538,7 @@ def call_names(text: str) -> list[str]:
 
 
 def assert_within(got: Any, exact: np.ndarray, bound: np.ndarray) -> None:
-    """Every element of `got` is within `bound` of `exact`; else says which one is worst."""
+    """Asserts that `got` is within `bound` of `exact`, and reports the worst element."""
     got = np.asarray(got).astype(np.float64)
     assert got.shape == exact.shape
     if not got.size:

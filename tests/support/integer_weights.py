@@ -1,4 +1,4 @@
-"""Weights of known integers, for tests of sums that are exact."""
+"""Weights with known integers, for tests of exact sums."""
 
 from typing import Any
 
@@ -17,9 +17,9 @@ FORMATS = [
 def weights(
     format: Format, k: int, n: int, *lead: int, extreme: int | None = None, **options: Any
 ) -> tuple[np.ndarray, QuantizedArray]:
-    """Integers (*lead, k, n), int64, and the weight that has them, with scales that are not 1.
+    """Integers (*lead, k, n), int64, and a weight with these integers and scales other than 1.
 
-    `extreme`: -1 for the least integer everywhere, 1 for the largest, None for random ones.
+    `extreme`: -1 for the smallest integer everywhere, 1 for the largest, None for random ones.
     """
     rng = np.random.default_rng(format.bits)
     groups = 1 if format.group_size == -1 else -(-k // format.group_size)
@@ -46,7 +46,7 @@ def weights(
 
 
 def values(*shape: int, extreme: int | None = None) -> jnp.ndarray:
-    """int8: random ones, or -128 or 127 everywhere."""
+    """int8 values: random, or -128 or 127 everywhere."""
     found = np.random.default_rng(9).integers(-128, 128, shape, np.int8)
     if extreme is not None:
         found[:] = -128 if extreme < 0 else 127
@@ -54,5 +54,5 @@ def values(*shape: int, extreme: int | None = None) -> jnp.ndarray:
 
 
 def exact(values: Any, integers: np.ndarray) -> np.ndarray:
-    """Their product, in int64."""
+    """The product in int64."""
     return np.asarray(values).astype(np.int64) @ integers

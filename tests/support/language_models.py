@@ -1,4 +1,4 @@
-"""Tiny language models with random weights, prompts for them, and a tokenizer of bytes."""
+"""Tiny language models with random weights, prompts, and a byte tokenizer."""
 
 import codecs
 import functools

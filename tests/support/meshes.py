@@ -1,4 +1,4 @@
-"""Meshes, the programs that tests run on them, and what these send between devices."""
+"""Meshes, programs that tests run on them, and collectives of these programs."""
 
 import dataclasses
 import functools
@@ -15,12 +15,12 @@ REDUCE, GATHER = "all-reduce f32", "all-gather f32"
 
 
 def make_mesh(kind: AxisType) -> jax.sharding.Mesh:
-    """Two by four devices, a and b."""
+    """Two by four devices, axes a and b."""
     return jax.make_mesh((2, 4), ("a", "b"), axis_types=(kind,) * 2, devices=jax.devices("cpu"))
 
 
 def put(tree, mesh, specs):
-    """From the host, as arrays of a device would be cut by programs, one for each shape."""
+    """Places arrays from the host; slicing device arrays would compile a program per shape."""
     tree = jax.tree.map(np.asarray, tree)
     return jax.device_put(tree, jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), specs))
 
@@ -32,7 +32,7 @@ def assert_close(got, want):
 
 
 def assert_divides(mesh, kind, axis, specs, x, array):
-    """The product with an array divided along `axis` ("n" or "k") is that on one device."""
+    """Compares the product with an array sharded along `axis` ("n" or "k") with one device."""
     placed = put(array, mesh, specs)
     out = jax.P() if kind is AxisType.Explicit and axis == "k" else None
     multiply = functools.partial(quantized_matmul, out_sharding=out)
@@ -43,12 +43,12 @@ def assert_divides(mesh, kind, axis, specs, x, array):
 def collectives(f, *args) -> list[str]:
     """Communication of the compiled program, such as "all-reduce f32".
 
-    JAX remembers it for a call of `f`, if that is a jitted function, or of `jax.jit(f)`.
+    The compiled program is cached for calls of `f` if it is jitted, else of `jax.jit(f)`.
     """
     text = (f if hasattr(f, "lower") else jax.jit(f)).lower(*args).compile().as_text()
     assert text is not None
     kinds = "all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all"
-    started = rf"= \(?(\w+)\[.* ({kinds})(?:-start)?\("  # asynchronous ones end elsewhere
+    started = rf"= \(?(\w+)\[.* ({kinds})(?:-start)?\("  # asynchronous ones have a separate end
     return [f"{op} {dtype}" for dtype, op in re.findall(started, text)]
 
 
@@ -63,7 +63,7 @@ def reference(lhs, rhs):
 
 @functools.cache
 def gradients(multiply):
-    """Derivatives of a loss by lhs and by the scales."""
+    """Gradients of a loss for lhs and for the scales."""
 
     def loss(lhs, scale, rhs):
         return jnp.sum(jnp.sin(multiply(lhs, dataclasses.replace(rhs, scale=scale))))

@@ -1,4 +1,4 @@
-"""Small model files: GGUF in every type and architecture, and Hugging Face folders."""
+"""Small model files: GGUF with every type and architecture, and Hugging Face folders."""
 
 import importlib.util
 import json
@@ -13,7 +13,7 @@ from helpers import dequantized
 
 from jaxlowbit import QuantizedArray
 
-# The types of blocks, with where their half-precision numbers lie; scales first.
+# Types of blocks, with the offsets of their half-precision numbers; scales first.
 TYPES = {
     "Q4_0": (0,),
     "Q4_1": (0, 2),
@@ -29,8 +29,8 @@ TYPES = {
     "TQ2_0": (64,),
     "IQ4_NL": (0,),
     "IQ4_XS": (0,),
-    "MXFP4": (),  # its scale is one byte, the first
-    "NVFP4": (),  # and here the first four
+    "MXFP4": (),  # the first byte is its scale
+    "NVFP4": (),  # the first four bytes are scales
 }
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
 LAYERS, WIDTH, HEADS, KV_HEADS, HEAD_SIZE, HIDDEN = 2, 256, 4, 2, 64, 256
@@ -41,7 +41,7 @@ TEMPLATE = (
 
 
 def random_blocks(name: str, rows: int, k: int, seed: int = 0) -> np.ndarray:
-    """Rows of blocks of random bytes, with scales that are finite and of common size."""
+    """Rows of blocks of random bytes, with finite scales of typical magnitude."""
     from jaxlowbit._llm import ggml_types
 
     kind = ggml_types.TYPES[name]
@@ -63,7 +63,7 @@ def random_blocks(name: str, rows: int, k: int, seed: int = 0) -> np.ndarray:
 
 
 def byte_tokens() -> list[str]:
-    """The 256 byte-level tokens, as GPT-2 writes them, in the order of their bytes."""
+    """The 256 byte-level tokens in GPT-2's notation, in the order of their bytes."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
     return [chr(byte if byte in plain else next(others)) for byte in range(256)]
@@ -127,7 +127,7 @@ def tensors(
     vocabulary: int = len(TOKENS),
     head: bool = False,
 ) -> dict[str, tuple[str, np.ndarray]]:
-    """Names, types and stored arrays of a small decoder; matrices take `kinds` by turns."""
+    """Names, types and stored arrays of a small decoder; `kinds` alternate over matrices."""
     queries, keys = HEADS * HEAD_SIZE, KV_HEADS * HEAD_SIZE
     matrices = {
         "attn_q": (queries, WIDTH),
@@ -161,7 +161,7 @@ def tensors(
 
 
 def stored(kind: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
-    """Random weights as a file holds them: floats, or rows of blocks."""
+    """Random weights in the form of a file: floats, or rows of blocks."""
     if kind in TYPES:
         return random_blocks(kind, shape[0], shape[1], seed)
     weight = np.random.default_rng(seed).normal(0, 0.05, shape).astype(np.float32)
@@ -171,7 +171,7 @@ def stored(kind: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
 
 
 def write_gguf(path, entries: dict, stored_tensors: dict):
-    """Writes metadata and tensors, name -> (type, array), by the `gguf` package; returns `path`."""
+    """Writes metadata and tensors, name -> (type, array), with package `gguf`; returns `path`."""
     import gguf
 
     writer = gguf.GGUFWriter(path, entries["general.architecture"])
@@ -254,7 +254,7 @@ def hf_weights(architecture: str) -> dict[str, np.ndarray]:
 
 
 def tokenizer_json() -> dict:
-    """tokenizer.json of the byte-level tokenizer that `BPE` describes."""
+    """tokenizer.json of the byte-level tokenizer described by `BPE`."""
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     digits = {"type": "Digits", "individual_digits": True}
     added = [
@@ -293,7 +293,7 @@ def tokenizer_json() -> dict:
 
 
 def write_folder(folder, config: dict, weights: dict[str, np.ndarray], shards: int = 1):
-    """Writes a Hugging Face folder, perhaps sharded; returns it."""
+    """Writes a Hugging Face folder, with several shards if asked; returns its path."""
     from safetensors.numpy import save_file
 
     folder.mkdir(exist_ok=True)
@@ -339,7 +339,7 @@ def load(path: Any, **options: Any) -> Any:
 
 
 def floats(weight: Any) -> np.ndarray:
-    """A weight as float32, in the order (out, in) of files."""
+    """A weight in float32, (out, in) as in files."""
     dense = dequantized(weight, jnp.float32) if isinstance(weight, QuantizedArray) else weight
     return np.asarray(dense).astype(np.float32).T
 

@@ -1,4 +1,4 @@
-"""Some of all combinations, in which every two values still meet."""
+"""Pairwise covers: subsets of combinations that contain every pair of values."""
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping
@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 def covering(items: Iterable[T], aspects: Callable[[T], Mapping[Any, Any]]) -> list[T]:
-    """Some of the items, in which every pair of values of aspects occurs that occurs in any."""
+    """A subset of the items that contains every pair of aspect values found in any item."""
     missing = {item: set(itertools.combinations(aspects(item).items(), 2)) for item in items}
     chosen = []
     while missing:
@@ -20,7 +20,7 @@ def covering(items: Iterable[T], aspects: Callable[[T], Mapping[Any, Any]]) -> l
 
 
 def pairwise(*factors: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """Rows, one value of each factor, in which every two values of two factors occur together."""
+    """Rows with one value per factor that contain every pair of values of two factors."""
     choices = [list(factor) for factor in factors]
     rows = covering(
         itertools.product(*map(range, map(len, choices))), lambda row: dict(enumerate(row))

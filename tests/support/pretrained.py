@@ -1,4 +1,4 @@
-"""A model that holds a module and its parameters, as the Flax models of transformers do."""
+"""A model that contains a module and its parameters, like the Flax models of transformers."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ IDS = jnp.array([[1, 5, 2], [7, 0, 127]])
 
 
 class Tied(nn.Module):
-    """A head by `.apply`, as in transformers' GPT-2, OPT and BERT."""
+    """A head that uses `.apply`, like GPT-2, OPT and BERT in transformers."""
 
     def setup(self) -> None:
         self.embed, self.up = nn.Embed(VOCABULARY, WIDTH), nn.Dense(WIDTH)
@@ -27,7 +27,7 @@ class Tied(nn.Module):
 
 
 class Pretrained:
-    """As `FlaxPreTrainedModel` is."""
+    """Like `FlaxPreTrainedModel`."""
 
     def __init__(self) -> None:
         self._module = Tied()

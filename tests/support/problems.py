@@ -1,4 +1,4 @@
-"""The products that every backend must compute. The name of a problem says why it is here."""
+"""The products that every backend must compute. Names of problems give their purpose."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ class Problem:
     codebook: str | tuple[float, ...] | None = None
     narrow: Literal["e8m0", "e4m3", "int8", "two_level"] | None = None  # 8-bit scales
     dtype: str = "bfloat16"
-    scale_dtype: str | None = None  # None: that of lhs
+    scale_dtype: str | None = None  # None: the dtype of lhs
     out_dtype: str | None = None
     rows: tuple[int, ...] = ()  # leading axes of lhs, before m
     stack: tuple[int, ...] = ()  # leading axes of the weights
@@ -68,7 +68,7 @@ def generator(problem: Problem) -> np.random.Generator:
 
 
 def seed(name: str) -> int:
-    """The seed of a problem's operands. The golden hashes are of operands drawn for "super"."""
+    """The seed of a problem's operands. Golden hashes belong to operands drawn for "super"."""
     return zlib.crc32(name.replace("two_level", "super").encode())
 
 

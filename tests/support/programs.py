@@ -476,10 +476,10 @@ def bound(want: np.ndarray, dtype: Any, k: int, products: int = 1) -> np.ndarray
     Both start from values of `dtype` near 1 and chain `products` products of at most k terms, with
     weight columns of norm near 1. Each product rounds its weights and its result by half an `eps`
     of the value, and adds in a different order. An element inherits a sum of many such errors of
-    both signs, so the error grows as the square root of the number of products, and as that of k
-    within a sum. Values that a gate made small inherit the errors of larger ones, hence a minimum
-    size. A missing value is off by about the root mean square: 20 of these bounds after one
-    product in bfloat16.
+    both signs, so the error grows as the square root of the number of products, and as the square
+    root of k within a sum. Values that a gate made small inherit the errors of larger ones, hence a
+    minimum size. A missing value is off by about the root mean square: 20 of these bounds after
+    one product in bfloat16.
     """
     size = np.abs(want) + max(np.sqrt(np.mean(np.square(want))), 0.25)
     return 6 * unit(dtype, k) * math.sqrt(products) * size

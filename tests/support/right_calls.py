@@ -1,4 +1,4 @@
-"""Right calls of the public functions and classes, of which `wrong_calls` makes wrong ones."""
+"""Valid calls of the public functions and classes; `wrong_calls` modifies them."""
 
 import atexit
 import dataclasses
@@ -24,7 +24,7 @@ K, N = 64, 128
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A public function, and arguments with which it works; `names` may begin its errors."""
+    """A public function with valid arguments; its errors begin with one of `names`."""
 
     function: Callable[..., Any]
     arguments: Mapping[str, Callable[[], Any]]
@@ -76,7 +76,7 @@ def variables() -> Any:
 
 
 def initialised(layer: Any, inputs: Any) -> Callable[..., Any]:
-    """A Linen layer, made and initialised."""
+    """An initialized Linen layer."""
     return lambda **fields: layer(**fields).init(jax.random.key(0), inputs())
 
 
@@ -87,7 +87,7 @@ def quantized() -> Any:
 
 @functools.cache
 def layers() -> dict[str, Any]:
-    """A layer of NNX of each kind."""
+    """An NNX layer of each kind."""
     options: Any = {"format": jl.INT4, "rngs": nnx.Rngs(0)}
     return {
         "linear": jl_nnx.QuantizedLinear(K, N, **options),
@@ -99,7 +99,7 @@ def layers() -> dict[str, Any]:
 
 @functools.cache
 def applied(name: str) -> Callable[..., Any]:
-    """The `apply` of a layer of Linen of a kind, with variables."""
+    """The `apply` of a Linen layer of the given kind, with variables."""
     layer, inputs = {
         "QuantizedDense": (jl_linen.QuantizedDense(N, "int4"), arrays()["x"]),
         "QuantizedEmbed": (jl_linen.QuantizedEmbed(N, K, "int4"), jnp.array([3, 1])),
@@ -623,11 +623,11 @@ CALLS = {
 
 RESULTS = ("Generation", "Logprobs", "Perplexity", "Speed")
 RESULTS += ("QuantizationReport", "QuantizedVariable", "Groups", "Statistics")
-"""Classes that this package makes, not its users."""
+"""Classes that only the package instantiates."""
 
 
 def uncalled(*modules: Any, but: Collection[str] = ()) -> list[str]:
-    """The public functions and classes of modules that no call of `CALLS` is of."""
+    """The public functions and classes of modules without a call in `CALLS`."""
     called = {getattr(call.function, "__func__", call.function) for call in CALLS.values()}
     named = {name for call in CALLS.values() for name in call.names}
     return [

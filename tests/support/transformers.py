@@ -1,7 +1,7 @@
-"""A decoder-only transformer, once in NNX and once in Linen: what `test_models.py` quantizes.
+"""A decoder-only transformer in NNX and in Linen, quantized by `test_models.py`.
 
-Token embedding tied to the output head, RMSNorm, causal attention, gated MLP. Names of layers are
-those of Flax's own attention, which `attention=` can put in their place.
+Token embedding tied to the output head, RMSNorm, causal attention, gated MLP. Layers have the names
+of Flax's attention, which `attention=` can substitute.
 """
 
 from typing import Any
@@ -60,7 +60,7 @@ class NnxBlock(nnx.Module):
 
 
 class NnxTransformer(nnx.Module):
-    """`depth` blocks, of which the first `distinct` are used again by the others."""
+    """`depth` blocks; blocks after the first `distinct` reuse earlier ones."""
 
     def __init__(
         self, depth=DEPTH, distinct=DEPTH, dtype=None, attention: Any = NnxAttention, seed=0
@@ -75,7 +75,7 @@ class NnxTransformer(nnx.Module):
         return self.logits(self.embed(tokens))
 
     def logits(self, x: Any) -> Any:
-        """From embedded tokens, by which it can be differentiated."""
+        """Logits of embedded tokens, to differentiate by them."""
         for block in self.blocks:
             x = block(x)
         return self.embed.attend(self.norm(x))
@@ -117,7 +117,7 @@ class LinenBlock(nn.Module):
 
 
 class LinenTransformer(nn.Module):
-    """`depth` blocks, of which the first `distinct` are used again by the others."""
+    """`depth` blocks; blocks after the first `distinct` reuse earlier ones."""
 
     depth: int = DEPTH
     distinct: int = DEPTH
@@ -133,7 +133,7 @@ class LinenTransformer(nn.Module):
         return self.logits(self.embed(tokens))
 
     def logits(self, x: Any) -> Any:
-        """From embedded tokens, by which it can be differentiated."""
+        """Logits of embedded tokens, to differentiate by them."""
         for i in range(self.depth):
             x = self.blocks[i % self.distinct](x)
         return self.embed.attend(self.norm(x))

@@ -1,4 +1,4 @@
-"""Wrong calls of the public functions, generated from a seed, and what makes an error ours.
+"""Wrong calls of the public functions, generated from a seed, and the check of their errors.
 
 python tests/support/wrong_calls.py --calls 5000
 """
@@ -37,7 +37,7 @@ from jaxlowbit import llm
 
 PACKAGE = str(Path(jl.__file__).parent)
 
-# Arguments whose wrong values JAX, Flax or the caller's own function meets first.
+# JAX, Flax or the user's function raises first for these arguments.
 OTHERS = {("linen.quantize_model", "x"), ("QuantizedModel", "x")}
 OTHERS |= {(name, "rngs") for name in CALLS}
 
@@ -75,7 +75,7 @@ WRONG: list[Callable[[], Any]] = [
     constant(MODULE),
     variables,
     lambda: variables()["params"],
-    # What language models do not take.
+    # Invalid prompts of language models.
     *map(constant, ([3, "a"], [[3, 1], []], [[3], "a"], [-1], [64], [3] * 40, [2.5], [[[3]]])),
     *map(constant, ([{"role": "user"}], [{"content": 4}], [None], "/nowhere/model.gguf", "/tmp")),
     *map(constant, ("bd,df->bf", "bd,fd->", "x", "4096x", "0x16", [(0, 4)], [(4096,)], ["typo"])),
@@ -94,7 +94,7 @@ WRONG: list[Callable[[], Any]] = [
 
 
 def sample(seed: int) -> tuple[str, dict[str, Any]]:
-    """The name of a call, and one or two of its arguments with other values."""
+    """The name of a call, and one or two arguments with new values."""
     rng = random.Random(seed)
     name = rng.choice(list(CALLS))
     possible = [argument for argument in CALLS[name].arguments if (name, argument) not in OTHERS]
@@ -111,7 +111,7 @@ def among(*values: Any) -> Callable[[Any], bool]:
 
 
 def shaped(*shapes: tuple[int | None, ...]) -> Callable[[Any], bool]:
-    """Arrays of numbers with these last axes, of any size where it is None."""
+    """Accepts numeric arrays with these last axes; None accepts any size."""
 
     def right(value: Any) -> bool:
         if not isinstance(value, list | tuple | range | int | jax.Array | np.ndarray):
@@ -128,7 +128,7 @@ def shaped(*shapes: tuple[int | None, ...]) -> Callable[[Any], bool]:
 
 
 NOTHING, NUMBERS = among(None), shaped(())
-DTYPE = of(str, type)  # a name, whose meaning the call checks
+DTYPE = of(str, type)  # the call checks the name itself
 WEIGHTS = of(jl.QuantizedArray)
 RIGHT: dict[str | tuple[str, str], Callable[[Any], bool]] = {
     "activation": among("silu", "gelu", "gelu_tanh", "relu"),
@@ -212,10 +212,10 @@ RIGHT: dict[str | tuple[str, str], Callable[[Any], bool]] = {
     "x": shaped((K,)),
     "xs": shaped((None,)),
     "zero": NOTHING,
-    # The equation, and names of parameters that a model may have.
+    # The equation, and possible names of parameters.
     ("linen.EinsumLayer", "bias"): of(str, type(None)),
     ("linen.EinsumLayer", "weight"): lambda value: isinstance(value, str) or callable(value),
-    # The equation, or a function that makes it.
+    # The equation, or a function that returns it.
     ("linen.EinsumLayer", "equation"): lambda value: value == "bd,df->bf" or callable(value),
     ("EinsumParameter", "equation"): lambda value: value == "bd,df->bf" or callable(value),
     ("Config", "hidden"): of(int),
@@ -230,7 +230,7 @@ RIGHT: dict[str | tuple[str, str], Callable[[Any], bool]] = {
     ),
     ("perplexity", "context"): of(int, type(None)),
 }
-"""The values of arguments that are right, so that a call may work with them."""
+"""Predicates for valid values of arguments; calls may succeed with these."""
 
 
 def is_right(name: str, argument: str, value: Any) -> bool:
@@ -239,13 +239,12 @@ def is_right(name: str, argument: str, value: Any) -> bool:
 
 
 def is_sentence(error: Exception, name: str, changed: Mapping[str, Any]) -> bool:
-    """Whether an error of a call is ours.
+    """Whether an error of a call is a sentence of this package.
 
-    It is if it is a TypeError or ValueError, or of a path that does not exist, was raised by a line
-    of this package, ends as a sentence, and begins with a name of the public function (or class)
-    that was called and a colon or a dot. An array whose words were cast may say so itself, and a
-    program that is compiled for another platform than its backend. A model of Linen raises the
-    errors of Flax that the float model raises.
+    It must be a TypeError, a ValueError or an error about a missing path, be raised by this
+    package, end as a sentence, and begin with the name of the called function or class and a colon
+    or a dot. Exceptions are errors about cast words, errors about programs compiled for a platform
+    without their backend, and errors of Flax that the float Linen model raises too.
     """
     frames = traceback.extract_tb(error.__traceback__)
     raised = frames[-1].filename if frames else ""
@@ -264,10 +263,10 @@ def is_sentence(error: Exception, name: str, changed: Mapping[str, Any]) -> bool
 
 
 def complaint(seed: int) -> str | None:
-    """What is wrong with a call, or None: it works with right values, or raises a sentence."""
+    """The fault of a call, or None if it works with valid values or raises a sentence."""
     name, changed = sample(seed)
     functions = ("f", "kernel_init", "bias_init", "embedding_init", "promote_dtype")
-    if any(callable(changed.get(argument)) for argument in functions):  # with errors of its own
+    if any(callable(changed.get(argument)) for argument in functions):  # raises its own errors
         return None
     if isinstance(changed.get("length"), int) and changed["length"] > 100:  # a very long scan
         return None

@@ -1,4 +1,4 @@
-"""What the figures of the benchmark rest on: its clock, its weights, its check, its shapes."""
+"""Method of the benchmark: its clock, weights, check and shapes."""
 
 import time
 
@@ -90,7 +90,7 @@ def check(contender, format):
 
 @pytest.mark.parametrize("wide", [16, 24])
 def test_time_of_a_call_is_its_own(monkeypatch, wide):
-    """A call that sleeps takes as long as it sleeps, with and without links in the chain."""
+    """The measured time of a sleeping call is its sleep, with and without links in the chain."""
     monkeypatch.setattr(timing, "BLOCKS", 3)
 
     def sleep(x):
@@ -121,8 +121,8 @@ def test_a_host_that_falls_behind_gets_longer_programs(monkeypatch):
         timing.microseconds_per_call(call, jnp.ones((1, 16)), [jnp.ones((1, 16))], 2)
         return count
 
-    # And the shape of a result, once or for each number of calls.
-    assert 2 + 4 < traced(2) < 2 + 4 + 8  # the host has no more than all of the time
+    # Tracing also finds the shape of the result, once or for each number of calls.
+    assert 2 + 4 < traced(2) < 2 + 4 + 8  # the host's share is at most 1
     assert traced(0) > 2 + 4 + 8 + 16
 
 
@@ -154,12 +154,12 @@ def test_codes_mean_what_the_package_means(text):
     np.testing.assert_allclose(packed.dequantize(jnp.float32), floats, rtol=1e-6, atol=1e-8)
     version = 4
     assert weights.num_bytes(192, 256, format, "bfloat16") == packed.nbytes - version
-    # Chains of products keep their size.
+    # Chains of products keep their magnitude.
     assert abs(floats.mean()) < 0.1 * floats.std()
     size = (floats**2).mean() * 256
     if format.scale == "e8m0":
-        # Exponents are -1, 0 or 1 beside the nearest to the right one, which is half a power off
-        # at most: the mean of 1/4, 1 and 4, times 1/2 to 2.
+        # Exponents are off by -1, 0 or 1 from the nearest, which is off by at most half a power:
+        # the mean of 1/4, 1 and 4, times 1/2 to 2.
         assert 0.85 * 1.75 / 2 < size < 1.15 * 1.75 * 2
     else:
         assert size == pytest.approx(1, rel=0.15)
@@ -183,7 +183,7 @@ def test_error_over_bound_sees_one_element():
     assert weights.error_over_bound(right.at[0, 0].set(jnp.nan), x, weight) == np.inf
 
 
-# Layers, vocabulary, whether input and output embeddings are one, and published parameters.
+# Layers, vocabulary, whether embeddings are tied, and the published number of parameters.
 PUBLISHED = {
     "mistral-7b": (32, 32000, False, 7.24e9),
     "qwen2.5-7b": (28, 152064, False, 7.62e9),
@@ -229,6 +229,6 @@ def test_sets_of_shapes():
         "unseen": 40,
     }
     everything = [size for found in sizes.values() for size in found]
-    assert len(set(everything)) == len(everything)  # so that none has been seen in another
+    assert len(set(everything)) == len(everything)  # "unseen" must not repeat other sizes
     assert {n for n, _ in sizes["unseen"]} >= {1024, 1536, 10944, 7392, 5504, 1408}
     assert any(k % 128 == 64 for _, k in sizes["unseen"])

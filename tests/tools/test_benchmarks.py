@@ -1,4 +1,4 @@
-"""The benchmark commands, end to end on small shapes."""
+"""The benchmark commands, end to end with small shapes."""
 
 import functools
 import json
@@ -27,7 +27,7 @@ SMALL = ["--cold-mb", "0", "--calls", "1"]
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Fewer samples."""
+    """Takes fewer samples."""
     monkeypatch.setattr(timing, "BLOCKS", 3)
     monkeypatch.setattr(timing, "BLOCK_SECONDS", 0.0)
     monkeypatch.setattr(decode, "BLOCKS", 2)
@@ -71,7 +71,7 @@ def test_from_the_command_to_the_page(quick, tmp_path, capsys):
     assert found.keys() == {"environment", "rows", "skipped", "wrong"}
     assert found["wrong"] == []
     assert found["environment"]["jax"] == jax.__version__
-    # A small product may be lost in the noise of a busy machine, and is then no row.
+    # On a busy machine a small product may be below the noise; it is then skipped.
     assert all("noise" in skipped["reason"] for skipped in found["skipped"])
     assert len(found["rows"]) + len(found["skipped"]) == 6 > len(found["skipped"])
     for row in found["rows"]:
@@ -238,7 +238,7 @@ def test_table_and_plots(tmp_path, capsys):
     ]
     first = [p.read_text() for p in written]
     assert all(text.rstrip().endswith("</svg>") for text in first)
-    for text in first:  # legible on a telephone, whose pages have 371 pixels
+    for text in first:  # legible on phones, 371 pixels wide
         width = float(re.findall(r'viewBox="0 0 ([\d.]+)', text)[0])
         sizes = re.findall(r"font-size: ([\d.]+)px", text)
         assert sizes and min(map(float, sizes)) * 371 / width >= 12
@@ -277,7 +277,7 @@ def test_methods_are_not_mixed_in_a_comparison():
 
 
 def test_sweep(tmp_path, monkeypatch, capsys):
-    """Ours by a driver that takes longer with 2 tokens than with 4, dense as if by PyTorch."""
+    """The fake driver is slower for 2 tokens than for 4; dense times are from a fake PyTorch."""
     driver = tmp_path / "driver"
     driver.write_text(
         f"#!{sys.executable}\n"
@@ -294,11 +294,11 @@ def test_sweep(tmp_path, monkeypatch, capsys):
     def clock(call, x, weights, calls, effort):
         assert effort == timing.THOROUGH
         assert x.shape[1] == weights[0].shape[1] and calls >= 16 and calls % len(weights) == 0
-        assert sum(weight.nbytes for weight in weights) > 3 * 60e6  # of an H200's L2
+        assert sum(weight.nbytes for weight in weights) > 3 * 60e6  # three times an H200's L2
         return timing.Microseconds(7.4, (7.3, 7.5))
 
     torch = types.SimpleNamespace(
-        bfloat16=np.float16,  # as wide
+        bfloat16=np.float16,  # a dtype of the same width
         randn=lambda count, dtype, device: np.zeros(count, dtype),
     )
     monkeypatch.setitem(sys.modules, "torch", torch)
@@ -311,7 +311,7 @@ def test_sweep(tmp_path, monkeypatch, capsys):
     arguments = ["--driver", driver, "--shapes", *sizes, "--m", 1, 2, 4, "--out", out]
     assert run(sweep, *arguments) == 1
     printed = capsys.readouterr().out
-    # 7.5 is no loss against 7.4, and 8 is none for a small weight. A size is measured once.
+    # 7.5 does not count as slower than 7.4, nor 8 for a small weight. Each size is measured once.
     assert f"{'8192x4096':24s}  1.48   0.93!  0.99 \n" in printed
     assert f"{'1024x4096':24s}  1.48   0.93   0.99 \n" in printed
     assert f"{'4096x7168':24s}" in printed
@@ -432,7 +432,7 @@ def test_decode(quick, tmp_path, capsys):
         limit = decode.LIMITS.get(row["variant"], decode.LIMIT)
         assert 0 <= row["relative_error"] < limit
         if row["weights"] == "dense":
-            assert row["bytes"] == 2 * (features + 2 * 64)  # and scales of two normalizations
+            assert row["bytes"] == 2 * (features + 2 * 64)  # plus scales of two normalizations
     assert "concatenated  dense            m=2" in capsys.readouterr().out
 
 

@@ -29,7 +29,7 @@ def ended(run, capsys=None):
 
 @contextlib.contextmanager
 def closed_pipe():
-    """Standard output is a pipe that nobody reads."""
+    """Makes standard output a pipe without a reader."""
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as stream, contextlib.redirect_stdout(stream):
@@ -37,7 +37,7 @@ def closed_pipe():
 
 
 def started(*arguments, path=""):
-    """A process of the command, with the modules in a folder before all others."""
+    """Starts the command in a process that imports modules of a folder first."""
     paths = os.pathsep.join(filter(None, [str(path), os.environ.get("PYTHONPATH", "")]))
     return subprocess.run(
         [sys.executable, "-m", "jaxlowbit", *arguments],
@@ -91,7 +91,7 @@ def test_a_closed_pipe_ends_a_command(arguments):
 
 
 def test_nothing_is_printed_as_python_ends():
-    """Python flushes its buffers once more at exit, and would report the error."""
+    """Python flushes its buffers again at exit, and would report the error."""
     program = [sys.executable, "-m", "jaxlowbit", "info"]
     with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout and process.stderr
@@ -124,7 +124,7 @@ def test_what_a_command_ends_with(capsys):
     assert ended(raising(ValueError("parse_format: no such format")), capsys) == (1, said)
     assert ended(lambda: 3, capsys) == (3, "")
     run_command("tool", lambda: None)
-    with pytest.raises(ZeroDivisionError):  # a fault of ours keeps its traceback
+    with pytest.raises(ZeroDivisionError):  # internal errors keep their traceback
         run_command("tool", raising(ZeroDivisionError()))
 
 

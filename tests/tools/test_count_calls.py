@@ -1,4 +1,4 @@
-"""tools/count_calls.py: how many functions run for one product."""
+"""tools/count_calls.py: the number of functions that run for one product."""
 
 import count_calls
 import pytest
@@ -17,7 +17,7 @@ def test_python_functions_of_a_product(rows):
 
 
 def test_what_is_counted(tmp_path):
-    """Lambdas and methods, each once, without comprehensions and the functions of others."""
+    """Counts lambdas and methods once, without comprehensions and functions of other packages."""
     source = tmp_path / "package" / "module.py"
     source.parent.mkdir()
     source.write_text(

@@ -1,5 +1,5 @@
-"""Every Python block of the pages and of the public docstrings runs, and the README's links lead
-somewhere. `make docs` looks after the links of docs/."""
+"""Every Python block of the pages and of the public docstrings runs, and the README's links exist.
+`make docs` checks the links of docs/."""
 
 import ast
 import atexit
@@ -45,7 +45,7 @@ API = (ROOT / "docs/api.md").read_text()
 
 
 class Model(nnx.Module):
-    """Has every layer that the pages name."""
+    """A model with every layer that the pages name."""
 
     def __init__(self, rngs):
         self.embed = nnx.Embed(64, 64, rngs=rngs)
@@ -90,7 +90,7 @@ MODELS = {
 
 @functools.cache
 def model_file():
-    """A small GGUF file, which is read by packages that are not always there."""
+    """A small GGUF file; reading it needs optional packages."""
     for package in ("gguf", "jinja2", "tokenizers"):
         pytest.importorskip(package, reason=f"{package} is not installed")
     from model_files import write_tiny
@@ -101,7 +101,7 @@ def model_file():
 
 
 def given(block):
-    """What a block takes for granted: imports, and the operands and models of a reader."""
+    """Names that a block may use without defining them: imports, operands and models."""
     imports = {"jax": jax, "jnp": jnp, "jl": jl, "nnx": nnx}
     if "qwix" in block:
         imports["qwix"] = pytest.importorskip("qwix", reason="qwix is not installed")
@@ -126,7 +126,7 @@ def run(block, label, names):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_blocks_of_pages(page):
-    defined = {}  # by the blocks before
+    defined = {}  # by previous blocks
     for block in blocks(page.read_text()):
         if block == QUICKSTART:
             continue
@@ -183,7 +183,7 @@ def test_environment_variables_are_documented():
 
 @functools.cache
 def sources():
-    """Files of the repository, and all words in their code."""
+    """Files of the repository, and all identifiers in their code."""
     folders = ("jaxlowbit", "cuda", "cpu", "xla_ffi", "tests", "tools", "benchmarks", "cmake")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
     code = {".py", ".pyi", ".cc", ".h", ".cu", ".cuh", ".inc", ".def", ".txt", ".cmake"}
@@ -214,7 +214,7 @@ def test_internals_name_what_exists(page):
 
 
 def test_every_question_has_an_anchor():
-    """So that an answer can be linked to: a heading of each would be a page of headings."""
+    """Anchors make answers linkable without a heading for each question."""
     text = (ROOT / "docs/faq.md").read_text()
     questions = re.findall(r"^.*?\*\*[^*]*\?\*\*", text, re.MULTILINE)
     anchors = [re.match(r'<a id="([a-z0-9-]+)"></a>\*\*', question) for question in questions]

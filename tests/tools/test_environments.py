@@ -1,4 +1,4 @@
-"""Tables of README.md and docs/install.md: CI runs each row, or lists it as not run."""
+"""Tables of README.md and docs/install.md: CI runs each row or lists it as not run."""
 
 import re
 import tomllib
@@ -11,7 +11,7 @@ ENVIRONMENTS, OTHERS = LISTED["environments"], LISTED["others"]
 
 
 def table(page: str, heading: str) -> list[list[str]]:
-    """The cells of the last table below a heading, without its head."""
+    """The cells of the last table below a heading, without its header."""
     section = (ROOT / page).read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines()]
     rows = [row for row in rows if row]

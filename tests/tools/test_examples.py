@@ -1,4 +1,4 @@
-"""The examples run as a reader would run them, and the encoder is the one it claims to be."""
+"""The examples run as documented, and the encoder matches a reference."""
 
 import importlib.util
 import json
@@ -65,7 +65,7 @@ def test_quickstart():
         r"8\.4 MB became (.*) MB\nrelative error of the product: (.*)\n", run("quickstart.py")
     )
     assert found is not None
-    # 4 bits and 16 for each 128 of them; half a step of a seventh of the largest of 128 normals.
+    # 4 bits and a 16-bit scale per 128; error: half a scale, 1/7 of the largest of 128 normals.
     assert float(found[1]) == pytest.approx(1024 * 4096 * 4.125 / 8e6, abs=0.1)
     assert 0.08 < float(found[2]) < 0.14
 
@@ -74,7 +74,7 @@ def test_quickstart():
 
 
 def reference(tensors, ids, mask):
-    """The encoder in float64 NumPy, one sentence at a time, from the checkpoint's own names."""
+    """The encoder in float64 NumPy, one sentence at a time, by names of the checkpoint."""
 
     def norm(x, name):
         x = x - x.mean(-1, keepdims=True)

@@ -1,4 +1,4 @@
-"""Figures are stored once, in `benchmarks/results/figures.json`, and the pages agree with it."""
+"""Figures are stored once, in `benchmarks/results/figures.json`, and pages agree with it."""
 
 import json
 import re
@@ -14,7 +14,7 @@ USERS = [page for page in PAGES if page.parent.name in ("docs", figures.ROOT.nam
 
 @pytest.mark.parametrize("page", PAGES, ids=figures.name_of)
 def test_pages_have_the_figures(page):
-    """If not: python tools/figures.py"""
+    """To update the pages: python tools/figures.py"""
     text = page.read_text()
     assert figures.filled(text, figures.name_of(page), FIGURES) == text
     assert "<!--=" not in text  # figures need no markers
@@ -54,7 +54,7 @@ def test_a_page_is_filled():
 
 
 def test_the_table_of_the_page_is_that_of_its_results():
-    """If not: python benchmarks/benchmark.py --read benchmarks/results/h200.json --shapes ..."""
+    """To update: python benchmarks/benchmark.py --read benchmarks/results/h200.json --shapes ..."""
     page = (figures.ROOT / "docs/benchmarks.md").read_text()
     table = page.partition(report.BEGIN)[2].partition(report.END)[0]
     rows = re.findall(r"^\| (\d+x\d+) \| (\d+) \| .*$", table, re.MULTILINE)

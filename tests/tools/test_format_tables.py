@@ -1,4 +1,4 @@
-"""Tables of formats in the pages and in the report are those of the formats in code."""
+"""Tables of formats in the pages and in the report agree with the code."""
 
 import re
 import subprocess
@@ -25,7 +25,7 @@ MATRIX = np.random.default_rng(0).standard_normal((256, 64), np.float32)
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_pages_have_the_tables(page):
-    """If not: python tools/format_tables.py"""
+    """To update the pages: python tools/format_tables.py"""
     text = page.read_text()
     assert format_tables.filled(text) == text
 
@@ -49,7 +49,7 @@ def test_presets_have_a_row():
 
 @EVERY
 def test_a_row_is_what_quantize_makes(name):
-    """Its formula, of the quantized values, gives the weights, and the leaves have its bits."""
+    """The row's formula on the quantized values gives the weights; leaves have the row's bits."""
     format = NAMED[name]
     scale_dtype = None if format.scale is not None else "bfloat16"
     quantize = jax.jit(jl.quantize, static_argnames=("format", "quantizer", "scale_dtype"))
@@ -68,7 +68,7 @@ def test_a_row_is_what_quantize_makes(name):
     def per_row(groups):
         return spread(unpack_groups(np.asarray(groups)).astype(np.float32))
 
-    def levels(values):  # integers of groups, and floats of super-blocks
+    def levels(values):  # integers of groups times floats of super-blocks
         found = super_blocks.unpacked(jnp.asarray(unpack_groups(np.asarray(values))), format)
         return [spread(np.asarray(level).astype(np.float32)) for level in found]
 
@@ -93,7 +93,7 @@ def test_kernels_are_those_of_supported_backends(name):
     rhs = jax.eval_shape(lambda: jl.quantize(MATRIX, name))
     reasons = jl.supported_backends(jax.ShapeDtypeStruct((1, 256), jnp.bfloat16), rhs)
     listed = set(format_tables.kernels(NAMED[name]))
-    # Here "cuda" may have a reason beside the format: a build without it, or a GPU too old.
+    # "cuda" may be unsupported independently of the format, by this build or this GPU.
     assert {backend for backend, reason in reasons.items() if reason is None} <= {*listed, "xla"}
     assert ({"cpu", "pallas"} & listed) == {x for x in ("cpu", "pallas") if reasons[x] is None}
 

@@ -1,4 +1,4 @@
-"""The problems with golden results, the tool that compares them, and a sample on the CPU."""
+"""Problems with golden results, the tool that compares them, and a sample on the CPU."""
 
 import itertools
 import json
@@ -63,7 +63,7 @@ def test_there_are_whole_programs():
 
 
 def chosen(m: int, k: int, n: int, dtype: Any, format: Any, scale: Any = None, **how: Any) -> Any:
-    """The kernel that H100 and H200 both choose; None if no kernel computes the product."""
+    """The kernel that both H100 and H200 choose; None if no kernel supports the product."""
     scale = format.scale_dtype if format.scale else jnp.dtype(scale or dtype)
     operands = 1, m, k, n, jnp.dtype(dtype), scale, format
     one, other = (selection.choose(*operands, device=device, **how) for device in HOPPER)
@@ -115,7 +115,7 @@ def test_forced_choices_run_on_every_hopper():
 
 
 def plain(found: tuple[Golden, ...]) -> list[Golden]:
-    """A product by each named format that XLA's arithmetic has no part in."""
+    """A product with each named format whose bits do not depend on XLA's arithmetic."""
     kept = [
         next(p for p in found if p.format == format and p.kernel and p.epilogue == "none")
         for format in NAMED.values()
@@ -127,7 +127,7 @@ def plain(found: tuple[Golden, ...]) -> list[Golden]:
 
 @pytest.mark.skipif(PLATFORM != "cpu", reason="a GPU runs tools/golden.py")
 def test_a_sample_has_golden_bits():
-    """If not: python tools/golden.py, which prints what differs."""
+    """To see differences: python tools/golden.py"""
     found = plain(problems("cpu"))
     isa = build_info()["cpu_isa"]
     usable = [x for x in isa if golden.path_for({"platform": "cpu", "cpu_isa": x}).exists()]
@@ -146,7 +146,7 @@ def test_a_sample_has_golden_bits():
 
 @pytest.mark.parametrize("path", sorted(golden.GOLDEN.glob("*.json")), ids=lambda x: x.stem)
 def test_files_are_of_these_problems(path):
-    """If not: python tools/golden.py --write FILE, with the build before the change."""
+    """To update: python tools/golden.py --write FILE, with the build before the change."""
     about, hashes = golden.read(path)
     assert golden.path_for(about) == path
     platform = {"cpu": "cpu", "gpu": "cuda"}[about["platform"]]

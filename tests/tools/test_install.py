@@ -1,4 +1,4 @@
-"""The installed package: what importing it costs and does, and when it refuses."""
+"""The installed package: import time, side effects of importing, and errors."""
 
 import json
 import os
@@ -28,7 +28,7 @@ class Result(NamedTuple):
     stderr: str
 
 
-# Imports JAX and then runs each line, a program, in a process of its own that has it.
+# Imports JAX and then runs each line, a program, in a fork.
 RUNNER = """
 import json, os, sys, tempfile, traceback, warnings
 import jax, jax.numpy
@@ -61,7 +61,7 @@ for line in sys.stdin:
 
 @pytest.fixture(scope="module")
 def run() -> Iterator[Callable[[str], Result]]:
-    """Runs a program where JAX has been imported, and where it sees the installed package."""
+    """Runs a program in a process with JAX imported and the installed package on its path."""
     environment = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": str(PACKAGE.parent)}
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     command = [sys.executable, "-c", RUNNER]
@@ -77,7 +77,7 @@ def run() -> Iterator[Callable[[str], Result]]:
 
 @pytest.fixture(scope="module")
 def output(run: Callable[[str], Result]) -> Callable[[str], str]:
-    """What a program prints, which must not fail."""
+    """The output of a program, which must succeed."""
 
     def one(code: str) -> str:
         result = run(code)
@@ -88,7 +88,7 @@ def output(run: Callable[[str], Result]) -> Callable[[str], str]:
 
 
 def test_import_is_quick(output):
-    """It adds less than 0.3 s to `import jax`."""
+    """Importing adds less than 0.3 s to `import jax`."""
     code = """
         import time
         start = time.perf_counter()
@@ -149,7 +149,7 @@ def test_custom_calls_of_the_cpu_are_there():
     assert extension.unavailable("cpu") is None
 
 
-# --- refusals -------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 OTHER_RUNTIME = """
     import pathlib, sys, tempfile, warnings
@@ -179,7 +179,7 @@ OTHER_RUNTIME = """
 
 @pytest.mark.parametrize(("major", "minor"), [(0, 2), (1, 0), (1, 3)])
 def test_another_runtime_is_left_alone(major, minor, output):
-    """Registering would break all of XLA there, so it is not tried: products still work."""
+    """Registering would break XLA there, so the package does not; products still work."""
     found = output(OTHER_RUNTIME.format(major=major, minor=minor))
     assert re.search(
         rf"warnings: RuntimeWarning: jaxlowbit: the installed jaxlib speaks custom-call API "
@@ -248,7 +248,7 @@ def test_a_package_that_is_missing_is_named(monkeypatch):
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", missing)
-    require("jax")  # importable, and who has built it wrote no metadata
+    require("jax")  # importable, but built without metadata
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     message = r"flax is not installed, but 0\.12 or newer is needed; pip install"
     with pytest.raises(ModuleNotFoundError, match=message):

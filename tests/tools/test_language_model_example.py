@@ -1,4 +1,4 @@
-"""`examples/language_model.py` answers, measures every format, and refuses what it cannot use."""
+"""`examples/language_model.py`: answers, measurements of every format, and errors."""
 
 import importlib.util
 import json
@@ -48,8 +48,8 @@ def test_the_demo(example, tiny, tmp_path, capsys, monkeypatch):
     stored, eight = found["formats"]
     assert f"{stored['perplexity']:.2f}" in printed and stored["tokens_per_second"] > 0
     assert eight["perplexity"] == pytest.approx(stored["perplexity"], rel=0.05)
-    assert 4.5 < stored["bits"] < 8.5  # Q4_1 and Q8_0, scales among them
-    assert 8 + 16 / 256 < eight["bits"] < 8.25  # a scale for 256 rows, and padded channels
+    assert 4.5 < stored["bits"] < 8.5  # Q4_1 and Q8_0, including scales
+    assert 8 + 16 / 256 < eight["bits"] < 8.25  # a scale per 256 rows, and padded channels
     assert eight["name"] == "int8@int8"
     assert [model.decoder.lhs_qtype for model in loaded] == [None, jnp.int8]
     assert plot.read_bytes().startswith(b"\x89PNG")

@@ -15,7 +15,7 @@ DEFINED = "-Ccmake.define.CMAKE_CUDA_ARCHITECTURES="
 
 @pytest.fixture
 def gpus(tmp_path, monkeypatch):
-    """Puts an nvidia-smi on PATH that prints these lines, and ends with this status."""
+    """Puts an nvidia-smi on PATH that prints these lines and exits with this status."""
 
     def put(*lines: str, status: int = 0):
         path = tmp_path / "nvidia-smi"
@@ -28,7 +28,7 @@ def gpus(tmp_path, monkeypatch):
 
 
 def commands(target: str) -> str:
-    """What `make` would run."""
+    """The commands that `make` would run."""
     make = ["make", "--dry-run", target, "SETUP=0", f"PYTHON={sys.executable}"]
     environment = {key: os.environ[key] for key in ("PATH", "HOME") if key in os.environ}
     found = subprocess.run(make, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -44,7 +44,7 @@ def commands(target: str) -> str:
         (["12.0", "9.0", "9.0"], ["90a-real", "120-real"]),
         (["10.0"], ["100-real"]),
         (["10.3", "12.1"], ["100-real", "120-real"]),
-        (["7.5"], []),  # no kernels: CMake's default, all
+        (["7.5"], []),  # no kernels for it: CMake's default, all
         (["7.5", "8.9"], ["80-real"]),
         (["11.0"], []),
         (["[N/A]"], []),
@@ -70,9 +70,9 @@ def test_every_architecture_of_cmake_has_a_gpu():
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
 def test_demo_and_test_build_for_the_gpus_of_the_machine(gpus):
-    """A wheel is built for all. CMAKE_ARGS comes after the options of pip, and overrides them."""
+    """Wheels are built for all. CMAKE_ARGS follows the options of pip and overrides them."""
     gpus("9.0", "12.0")
     for target in ("demo", "test"):
         assert f"{DEFINED}'90a-real;120-real'" in commands(target)
     assert DEFINED not in commands("wheel")
-    assert "-n auto" not in commands("test")  # processes would share the memory of the GPU
+    assert "-n auto" not in commands("test")  # parallel processes would share GPU memory

@@ -1,4 +1,4 @@
-"""Tables of pages are those of `benchmarks/results/measurements/`."""
+"""Tables of pages agree with `benchmarks/results/measurements/`."""
 
 import figures
 import measurements
@@ -9,7 +9,7 @@ STUDIES = sorted(path.stem for path in measurements.FOLDER.glob("*.json"))
 
 @pytest.mark.parametrize("page", figures.pages(), ids=figures.name_of)
 def test_pages_have_the_tables(page):
-    """If not: python tools/measurements.py"""
+    """To update the pages: python tools/measurements.py"""
     text = page.read_text()
     assert measurements.filled(text) == text
 

@@ -1,4 +1,4 @@
-"""The pictures of the documentation are those that `tools/pictures.py` draws."""
+"""The pictures of the documentation match the output of `tools/pictures.py`."""
 
 import re
 import xml.etree.ElementTree as ElementTree
@@ -9,7 +9,7 @@ import pytest
 
 @pytest.mark.parametrize("name", pictures.PICTURES)
 def test_pictures_are_drawn(name):
-    """If not: python tools/pictures.py"""
+    """To update them: python tools/pictures.py"""
     drawn = str(pictures.PICTURES[name]())
     assert (pictures.FOLDER / f"{name}.svg").read_text() == drawn
     ElementTree.fromstring(drawn)

@@ -1,4 +1,4 @@
-"""Rooms of the package: who imports whom, and the way from `quantized_matmul` to the FFI call."""
+"""Import rules of the subpackages, and the stack from `quantized_matmul` to the FFI call."""
 
 import ast
 import graphlib
@@ -19,8 +19,8 @@ from jaxlowbit._matmul import call, primitive
 PACKAGE = Path(jaxlowbit.__file__).parent
 ROOT = Path(__file__).parents[2]
 
-# Rooms, lowest first: a module imports from its own room and from lower ones. Rooms of one rank
-# do not know each other.
+# Subpackages, lowest first: a module imports from its subpackage and from lower ones. Subpackages
+# of one rank do not import each other.
 RANKS = (
     ("_version",),
     ("_command", "_requirements"),
@@ -32,7 +32,7 @@ RANKS = (
     ("_llm",),
     ("", "__main__", "linen", "llm", "nnx", "_array", "_formats"),
 )
-# Inside `_flax`, by the first letters of a module: the rest serves both.
+# Modules of `_flax` with these prefixes do not import each other; the rest serves both.
 FLAX = ("linen", "nnx")
 # Optional dependencies, and the compiled module, by the modules that may import them.
 ONLY = {
@@ -59,7 +59,7 @@ PATHS = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def targets(name: str, node: ast.AST) -> Iterator[str]:
-    """The modules that an import statement of a module names, ours and others."""
+    """All modules that an import statement of a module names."""
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
     if isinstance(node, ast.ImportFrom):
@@ -74,13 +74,13 @@ def targets(name: str, node: ast.AST) -> Iterator[str]:
 
 
 def ours(target: str) -> str | None:
-    """The name of a module of this package, None for another."""
+    """The name of a module of this package; None for other packages."""
     found = re.fullmatch(r"jaxlowbit(?:\.(.*))?", target)
     return (found[1] or "") if found and (found[1] or "") in PATHS else None
 
 
 def imports(name: str) -> set[str]:
-    """Our modules that a module imports, anywhere in it."""
+    """Modules of this package that a module imports, anywhere in its code."""
     tree = ast.parse(PATHS[name].read_text())
     found = {ours(target) for node in ast.walk(tree) for target in targets(name, node)}
     return {target for target in found if target is not None}
@@ -101,7 +101,7 @@ def test_every_room_has_a_rank():
 
 @pytest.mark.parametrize("name", PATHS)
 def test_no_import_of_ours_is_deferred(name):
-    """None is in a function, nor in a branch that type checkers alone take."""
+    """No such import is in a function or in a branch for type checkers."""
     for node in ast.walk(ast.parse(PATHS[name].read_text())):
         deferring = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or (
             isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
@@ -121,7 +121,7 @@ def test_only_subcommands_and_quantizers_are_imported_by_name():
 
 def test_no_module_imports_itself_by_way_of_others():
     order = graphlib.TopologicalSorter({name: imports(name) for name in PATHS})
-    assert set(order.static_order()) == set(PATHS)  # a CycleError names a circle
+    assert set(order.static_order()) == set(PATHS)  # a CycleError names the cycle
 
 
 @pytest.mark.parametrize("name", PATHS)
@@ -131,7 +131,7 @@ def test_imports_go_down(name):
 
 
 def unencoded(path: Path) -> Iterator[int]:
-    """The lines of a file that read or write text in the encoding of the locale."""
+    """Lines of a file that read or write text in the encoding of the locale."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
             method = isinstance(node.func, ast.Attribute)
@@ -183,7 +183,7 @@ def test_optional_dependencies_are_imported_where_they_are_used(dependency):
 
 
 def test_pickles_of_version_0_1_0_find_their_classes():
-    """They name modules of that version; new ones name the package."""
+    """Old pickles name modules of that version; new ones name the package."""
     for name in ("_array\nQuantizedArray", "_formats\nFormat"):
         found = pickle.loads(f"cjaxlowbit.{name}\n.".encode())
         assert found is getattr(jaxlowbit, name.partition("\n")[2])
@@ -192,7 +192,7 @@ def test_pickles_of_version_0_1_0_find_their_classes():
     assert names == {b"jaxlowbit"}
 
 
-# --- the way to the FFI call ----------------------------------------------------------------------
+# --- the stack to the FFI call --------------------------------------------------------------------
 
 
 def frames() -> list[str]:
@@ -215,7 +215,7 @@ def documented(way: str) -> list[str]:
 
 @pytest.mark.parametrize("way", ["CPU", "CUDA", "CUDA, with an epilogue"])
 def test_from_quantized_matmul_to_the_ffi_call(way, cuda, monkeypatch):
-    """At most six of our functions are in a chain that JAX joins: one binds, one lowers."""
+    """At most six of our functions are on the stacks of binding and of lowering."""
     activation = "relu" if "epilogue" in way else None
     bound = call._call_p if activation else primitive.quantized_matmul_p
     binding, calling = [], []
@@ -239,7 +239,7 @@ def test_from_quantized_matmul_to_the_ffi_call(way, cuda, monkeypatch):
 
 
 def test_an_eager_product_takes_the_same_way(monkeypatch):
-    """Its stack is one, with JAX between the function that binds and the one that lowers."""
+    """It has a single stack, with JAX between binding and lowering."""
     stacks = []
 
     def record(target, *args, **options):

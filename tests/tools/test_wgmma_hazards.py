@@ -1,4 +1,4 @@
-"""tools/wgmma_hazards.py on machine code that is right and on code that is deliberately wrong."""
+"""tools/wgmma_hazards.py on correct and deliberately incorrect machine code."""
 
 import subprocess
 
@@ -10,7 +10,7 @@ WAIT = "WARPGROUP.DEPBAR.LE gsb0, "
 
 
 def kernel(*lines: str) -> wgmma_hazards.Kernel:
-    """Lines as nvdisasm prints them."""
+    """A kernel from lines of nvdisasm."""
     printed, count = [], 0
     for line in lines:
         if line.startswith(".L"):
@@ -173,7 +173,7 @@ __global__ void Multiply(const uint4* lhs, float4* out, unsigned long long rhs, 
 
 @pytest.mark.parametrize(("under_way", "status"), [(1, 0), (2, 1)])
 def test_a_compiled_kernel(under_way, status, tmp_path, capsys):
-    """The compiler accepts a wait for one group too few without a word."""
+    """The compiler accepts a wait for one group too few without a warning."""
     tools = {name: wgmma_hazards.find_tool(name) for name in ("nvcc", "cuobjdump", "nvdisasm")}
     if missing := [name for name, path in tools.items() if path is None]:
         pytest.skip(f"needs {' and '.join(missing)}, on PATH or from NVIDIA's wheels")

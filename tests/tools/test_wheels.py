@@ -1,4 +1,4 @@
-"""What the wheels are built with, and how large one may be."""
+"""Build options and the maximum size of wheels."""
 
 import re
 import tomllib
@@ -33,7 +33,7 @@ def test_requirements_are_those_of_the_project():
 
 
 def test_wheels_have_the_kernels_of_the_makefile():
-    """Nothing but what `make wheel` passes to CMake goes into the wheels of the workflow."""
+    """The workflow builds wheels with the same CMake options as `make wheel`."""
     settings = PROJECT["tool"]["cibuildwheel"]["config-settings"]
     assert settings == {"cmake.define.JAXLOWBIT_CUDA": "ON"}
     makefile = (Path(__file__).parents[2] / "Makefile").read_text()
@@ -49,8 +49,8 @@ def test_the_versions_that_imports_ask_for_are_those_of_the_project():
 
 
 def test_nothing_is_compiled_where_scikit_build_core_clears():
-    """It removes `build/<tag>/CMakeFiles` when pip has made another environment for the build, so
-    objects lie in folders of their own, and compile lines name no path of that environment."""
+    """It removes `build/<tag>/CMakeFiles` when pip creates a new build environment, so objects are
+    in separate folders, and compile lines contain no path of that environment."""
     root = Path(__file__).parents[2]
     commands = r"^\s*(add_library|add_executable|nanobind_add_module)\("
     assert not re.search(commands, (root / "CMakeLists.txt").read_text(), re.MULTILINE)

@@ -24,8 +24,8 @@ def dequantize(
 ) -> list[Array]:
     """The float32 weights of each slot.
 
-    `load(values, group, half)` reads one value per channel of a slot, (32, 1), from scales or
-    zeros, `groups`, whose first axis has the groups; `steps` are those of `layout.steps_by_slot`.
+    `load(values, group, half)` reads one value per channel of a slot, (32, 1), from an array in
+    `groups`: scales or zeros, with groups as the first axis. `steps`: see `layout.steps_by_slot`.
     """
     size = format.group_size
     if groups[0].shape[0] == 1:
