@@ -50,6 +50,26 @@ SUBCOMMANDS = {
         "Compiles CUDA kernels that the build lacks, without a GPU.",
         "jaxlowbit compile --format int2-g128 --device H200",
     ),
+    "quantize": Subcommand(
+        "_llm.files_command",
+        "Rounds the weights of a model to a format, and writes them.",
+        "jaxlowbit quantize Llama-3.1-8B-Instruct llama-int4 --format int4-g64 --rule head=int8",
+    ),
+    "convert": Subcommand(
+        "_llm.files_command",
+        "Writes a model in another kind of file, without rounding.",
+        "jaxlowbit convert Llama-3.1-8B-Instruct-GPTQ llama-packed",
+    ),
+    "inspect": Subcommand(
+        "_llm.files_command",
+        "Lists the tensors of a model file with their types and sizes.",
+        "jaxlowbit inspect model.gguf",
+    ),
+    "verify": Subcommand(
+        "_llm.files_command",
+        "Checks the hashes of a folder of packed weights, and its products.",
+        "jaxlowbit verify llama-int4",
+    ),
     "chat": Subcommand(
         "_llm.command",
         "Chats with a language model until the end of the input.",

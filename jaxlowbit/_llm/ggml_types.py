@@ -1,12 +1,13 @@
 """GGUF's block types: the same integers, scales and zeros in our formats, without rounding.
 
-The layouts of blocks follow ggml (`ggml-common.h`, `ggml-quants.c` of llama.cpp). The K types and
-IQ4_XS have scales of two levels: integers times the half-precision number of their block of 256.
-Products are exact, because that number has 11 significant bits, the integers at most 8, and
-float32 24. Scales of MXFP4 are powers of two, scales of NVFP4 8-bit floats.
+The layouts of blocks follow ggml (`ggml-common.h`, `ggml-quants.c` of llama.cpp). The K types,
+IQ4_XS and the types of grids have scales of two levels: integers times the half-precision number of
+their block of 256. Products are exact, because that number has 11 significant bits, the integers at
+most 8, and float32 24. Scales of MXFP4 are powers of two, scales of NVFP4 8-bit floats.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ import numpy as np
 from .._core.array import QuantizedArray
 from .._core.format import NVFP4, Format
 from ..checkpoint._packing import Unpacked, dequantized, pack_rows
+from . import ggml_grids
 
 
 class BlockType(NamedTuple):
@@ -217,6 +219,14 @@ def _tq2_0(blocks: np.ndarray) -> Unpacked:
     return _ternary(_digits(blocks[:, :64], 2, 32), _half(blocks, 64))
 
 
+def _q1_0(blocks: np.ndarray) -> Unpacked:
+    return Unpacked(_digits(blocks[:, 2:], 1, 1), _half(blocks, 0), None)
+
+
+def _q2_0(blocks: np.ndarray) -> Unpacked:
+    return _ternary(_digits(blocks[:, 2:], 2, 1), _half(blocks, 0))
+
+
 def _iq4_xs(blocks: np.ndarray) -> Unpacked:
     """Scales of 6 bits: two high ones of all groups in two bytes, then four low ones."""
     scales = _digits(blocks[:, 4:8], 4, 1) | _digits(blocks[:, 2:4], 2, 1) << 4
@@ -263,5 +273,11 @@ TYPES = {
     ),
     "MXFP4": BlockType(32, 17, Format(4, 32, codebook="e2m1"), "bfloat16", _mxfp4),
     "NVFP4": BlockType(64, 36, NVFP4, "float8_e4m3fn", _nvfp4),
+    "Q1_0": BlockType(128, 18, Format(1, 128, codebook=(-1.0, 1.0)), "float16", _q1_0),
+    "Q2_0": BlockType(64, 18, Format(2, 64, "integer"), "float16", _q2_0),
+    **{
+        name: BlockType(256, grid.nbytes, grid.format, "uint8", partial(ggml_grids.read, name))
+        for name, grid in ggml_grids.GRIDS.items()
+    },
 }
 """The types whose blocks a format holds exactly, by the names that ggml gives them."""

@@ -12,6 +12,7 @@ from . import ggml_types
 from .architectures import ARCHITECTURES, Architecture, Gguf, every_nth, fused, weight_name
 from .config import MOST, Config, RopeScaling
 from .gguf_file import AGAIN, FLOATS, File, Metadata, Tensor, short
+from .gguf_file import open_gguf as open_gguf
 
 # --- the configuration ----------------------------------------------------------------------------
 
@@ -132,11 +133,6 @@ def _architecture(general: Metadata) -> tuple[str, Gguf]:
         raise ValueError(
             f"{general.path}: general.architecture is {name!r}, but the decoder here knows "
             f"{', '.join(known)}; use a model of one of those."
-        )
-    if (count := general.get("split.count", "an integer", 1)) > 1:
-        raise ValueError(
-            f"{general.path}: the model is split into {count} files, but one is read; join them "
-            "with llama.cpp's llama-gguf-split --merge."
         )
     return known[name]
 
@@ -363,7 +359,7 @@ def _factors(file: File, name: str) -> tuple[float, ...]:
         return ()
     if tensor.kind not in FLOATS or len(tensor.shape) != 1:
         raise ValueError(
-            f"{file.path}: tensor {tensor.name!r} is {tensor.kind} of shape {tensor.shape}, but "
+            f"{file.where(tensor)} is {tensor.kind} of shape {tensor.shape}, but "
             f"it is a vector of {', '.join(FLOATS)}; convert the model again."
         )
     return tuple(float(x) for x in file.rows(tensor)[0])
@@ -394,7 +390,7 @@ def weights_of(file: File, config: Config) -> dict[str, Tensor]:
             found[ours] = tensor
         elif name not in _IGNORED and not _is_factor(file, name):
             raise ValueError(
-                f"{file.path}: tensor {name!r} is no part of {config.architecture} as the decoder "
+                f"{file.where(tensor)} is no part of {config.architecture} as the decoder "
                 "here knows it, and leaving it out would change the model; use another model."
             )
     expected = config.shapes()
@@ -406,7 +402,7 @@ def weights_of(file: File, config: Config) -> dict[str, Tensor]:
         )
     if extra := [name for name in found if name not in expected]:
         raise ValueError(
-            f"{file.path}: tensor {found[extra[0]].name!r} is beyond what the metadata says, "
+            f"{file.where(found[extra[0]])} is beyond what the metadata says, "
             f"{config.layers} layers; {AGAIN}."
         )
     for name, shape in expected.items():
@@ -454,7 +450,7 @@ def tensor_scale(file: File, tensor: Tensor) -> float:
     values = file.rows(factor) if factor.kind == "F32" else np.zeros(0)
     if values.size != 1 or not np.isfinite(values).all():
         raise ValueError(
-            f"{file.path}: tensor {factor.name!r} is {factor.kind} of shape {factor.shape}, but "
+            f"{file.where(factor)} is {factor.kind} of shape {factor.shape}, but "
             f"the scale of a tensor is one finite F32; {AGAIN}."
         )
     return float(values.item())
@@ -470,18 +466,18 @@ def _is_factor(file: File, name: str) -> bool:
 def _check(file: File, tensor: Tensor, shape: tuple[int, ...]) -> None:
     if tensor.shape != shape[::-1]:
         raise ValueError(
-            f"{file.path}: tensor {tensor.name!r} has the shape {tensor.shape}, but the metadata "
+            f"{file.where(tensor)} has the shape {tensor.shape}, but the metadata "
             f"asks for {shape[::-1]}; {AGAIN}."
         )
     if tensor.kind in FLOATS or (len(shape) == 2 and tensor.kind in ggml_types.TYPES):
         return
     if len(shape) == 1:
         raise ValueError(
-            f"{file.path}: tensor {tensor.name!r} is {tensor.kind}, but norms and biases are "
+            f"{file.where(tensor)} is {tensor.kind}, but norms and biases are "
             f"{', '.join(FLOATS)}; convert the model again."
         )
     raise ValueError(
-        f"{file.path}: tensor {tensor.name!r} is {tensor.kind}, whose values no format here holds. "
+        f"{file.where(tensor)} is {tensor.kind}, whose values no format here holds. "
         "Quantize the model to one of "
         f"{', '.join([*ggml_types.TYPES, *FLOATS])}, such as by llama.cpp's llama-quantize."
     )

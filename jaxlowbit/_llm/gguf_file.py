@@ -7,6 +7,7 @@ for a vocabulary.
 
 import mmap
 import os
+import re
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,6 +26,9 @@ FLOATS = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 10: "<Q", 11: "<q"}
 _SCALARS |= {12: "<d", 7: "<?"}
 _STRING, _ARRAY = 8, 9
+_TYPES = {kind.value: (kind.name, *GGML_QUANT_SIZES[kind]) for kind in GGMLQuantizationType}
+# A type of llama.cpp (`ggml-common.h`) that the package does not have yet.
+_TYPES.setdefault(42, ("Q2_0", 64, 18))
 _MOST_DIMENSIONS = 4
 
 
@@ -75,6 +79,7 @@ class File:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         header = _Header(self.path, self._map)
         self.metadata = header.metadata()
+        self._metadata_end = header.at
         self.tensors = header.tensors(self.metadata.get("general.alignment", 32))
 
     def rows(self, tensor: Tensor) -> np.ndarray:
@@ -88,6 +93,15 @@ class File:
         flat = flat.view(jnp.bfloat16) if tensor.kind == "BF16" else flat
         return flat.reshape(tensor.shape[0] if len(tensor.shape) > 1 else 1, -1)
 
+    def header(self) -> bytes:
+        """A file with this metadata and without tensors."""
+        counts = struct.pack("<Q", 0) + self._map[16:24]
+        return self._map[:8] + counts + self._map[24 : self._metadata_end]
+
+    def where(self, tensor: Tensor) -> str:
+        """The file and the name of a tensor, for the beginning of errors."""
+        return f"{self.path}: tensor {tensor.name!r}"
+
     def forget(self, tensor: Tensor) -> None:
         """Gives back the memory of a tensor's pages, which the system reads again if need be."""
         page = mmap.PAGESIZE
@@ -95,6 +109,94 @@ class File:
         length = (tensor.start + tensor.nbytes) // page * page - start
         if length > 0 and hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED, start, length)
+
+
+class SplitFile(File):
+    """The files `NAME-00001-of-0000N.gguf` of one model, from llama.cpp's llama-gguf-split.
+
+    The first has the metadata, and each some of the tensors.
+
+    **Arguments:** `path`: any of the files.
+
+    **Raises:** as `File`, and `ValueError` for a file that is missing or of another model, and for
+    a tensor that is there twice.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        paths = split_paths(Path(path))
+        if missing := [x for x in paths if not x.exists()]:
+            raise ValueError(
+                f"{missing[0]} is missing, but the model is split into {len(paths)} files; fetch "
+                "it into the same folder."
+            )
+        super().__init__(paths[0])
+        self._owners = {name: self for name in self.tensors}
+        self._check_split(self, 0, len(paths))
+        for number, own in enumerate(paths[1:], 1):
+            file = File(own)
+            self._check_split(file, number, len(paths))
+            if twice := self.tensors.keys() & file.tensors.keys():
+                raise ValueError(
+                    f"{own}: tensor {min(twice)!r} is also in "
+                    f"{self._owners[min(twice)].path.name}; {AGAIN}."
+                )
+            self.tensors |= file.tensors
+            self._owners |= dict.fromkeys(file.tensors, file)
+        total = self.metadata.get("split.tensors.count", len(self.tensors))
+        if total != len(self.tensors):
+            raise ValueError(
+                f"{self.path}: 'split.tensors.count' is {total!r}, but its {len(paths)} files have "
+                f"{len(self.tensors)} tensors; fetch them again."
+            )
+
+    def _check_split(self, file: File, number: int, count: int) -> None:
+        for key, expected in (("split.no", number), ("split.count", count)):
+            if (found := file.metadata.get(key)) != expected:
+                raise ValueError(
+                    f"{file.path}: {key!r} is {short(found)}, but by its name it is {expected}; "
+                    "restore the name that the file had, or fetch it again."
+                )
+
+    def rows(self, tensor: Tensor) -> np.ndarray:
+        owner = self._owners[tensor.name]
+        return super().rows(tensor) if owner is self else owner.rows(tensor)
+
+    def forget(self, tensor: Tensor) -> None:
+        owner = self._owners[tensor.name]
+        return super().forget(tensor) if owner is self else owner.forget(tensor)
+
+    def where(self, tensor: Tensor) -> str:
+        return f"{self._owners[tensor.name].path}: tensor {tensor.name!r}"
+
+
+_SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+
+
+def split_paths(path: Path) -> list[Path]:
+    """The files of the model that a file is a part of by its name; the file itself if of none."""
+    found = _SPLIT.search(path.name)
+    if found is None:
+        return [path]
+    stem, count = path.name[: found.start()], int(found[2])
+    return [path.with_name(f"{stem}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
+
+
+def open_gguf(path: Path) -> File:
+    """Opens the file or the files of a model.
+
+    **Raises:** as `File` and `SplitFile`, and `ValueError` for a part of a model with another name.
+    """
+    if len(split_paths(path)) > 1:
+        return SplitFile(path)
+    file = File(path)
+    count = file.metadata.get("split.count", 1)
+    if isinstance(count, int) and count > 1:
+        raise ValueError(
+            f"{path}: the model is split into {count} files, but this name tells of none; name "
+            f"them ...-00001-of-{count:05}.gguf and so on, or join them with llama.cpp's "
+            "llama-gguf-split --merge."
+        )
+    return file
 
 
 class _Header:
@@ -150,20 +252,18 @@ class _Header:
         sizes = [self._number("<Q", f"the shape of {name!r}") for _ in range(count)]
         number = self._number("<I", f"the type of {name!r}")
         offset = self._number("<Q", f"the offset of {name!r}")
-        try:
-            kind = GGMLQuantizationType(number)
-        except ValueError:
+        if number not in _TYPES:
             raise ValueError(
                 f"{self.path}: tensor {name!r} has type {number}, which ggml does not have; "
                 f"{AGAIN}, or install a newer gguf package."
-            ) from None
-        size, nbytes = GGML_QUANT_SIZES[kind]
+            )
+        kind, size, nbytes = _TYPES[number]
         elements = 1
         for length in sizes:
             elements *= length
         if elements == 0 or sizes[0] % size or elements // size * nbytes > len(self.data):
             raise ValueError(
-                f"{self.path}: tensor {name!r} has the shape {sizes} in {kind.name}, but rows are "
+                f"{self.path}: tensor {name!r} has the shape {sizes} in {kind}, but rows are "
                 f"whole blocks of {size} and the file has {len(self.data)} bytes; {AGAIN}."
             )
         if offset % alignment:
@@ -171,7 +271,7 @@ class _Header:
                 f"{self.path}: tensor {name!r} begins at {offset}, but tensors begin at multiples "
                 f"of {alignment}; {AGAIN}."
             )
-        return Tensor(name, kind.name, tuple(sizes[::-1]), offset, elements // size * nbytes)
+        return Tensor(name, kind, tuple(sizes[::-1]), offset, elements // size * nbytes)
 
     def _check_places(self, tensors: Mapping[str, Tensor]) -> None:
         end, before = self.at, "the header"
@@ -190,7 +290,7 @@ class _Header:
 
     def _value(self, key: str, kind: int) -> Any:
         if kind == _STRING:
-            return self._string(f"the value of {key!r}")
+            return self._text(f"the value of {key!r}")
         if kind in _SCALARS:
             return self._number(_SCALARS[kind], f"the value of {key!r}")
         if kind != _ARRAY:
@@ -200,7 +300,7 @@ class _Header:
         kind = self._number("<I", f"the type of {key!r}")
         if kind == _STRING:
             count = self._count("<Q", f"the length of {key!r}", 8)
-            return [self._string(key) for _ in range(count)]
+            return [self._text(key) for _ in range(count)]
         if kind not in _SCALARS:
             raise ValueError(
                 f"{self.path}: {key!r} is an array of type {kind}, but arrays hold numbers, truth "
@@ -234,13 +334,20 @@ class _Header:
         return count
 
     def _string(self, what: str) -> str:
+        found = self._text(what)
+        if isinstance(found, bytes):
+            raise ValueError(f"{self.path}: {what} is {found[:20]!r}, no UTF-8; {AGAIN}.")
+        return found
+
+    def _text(self, what: str) -> str | bytes:
+        """A string; its bytes if it is not UTF-8, which only its reader may refuse."""
         length = self._count("<Q", f"the length of {what}", 1)
         data = self.data[self.at : self.at + length]
         self.at += length
         try:
             return data.decode()
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{self.path}: {what} is no UTF-8 ({error}); {AGAIN}.") from None
+        except UnicodeDecodeError:
+            return data
 
 
 # --- values of the metadata -----------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,7 +14,7 @@ from flax import nnx
 from .._core import checks
 from .._core.format import INT4, Format, as_format
 from .._flax import arguments
-from . import huggingface
+from . import exporting, huggingface, saved
 from .config import Config, check_config
 from .decoder import Decoder, check_rows
 from .load import Header, LoadReport, read, read_header
@@ -110,7 +112,7 @@ def load(
     mesh: jax.sharding.Mesh | None = None,
     progress: bool = True,
 ) -> LanguageModel:
-    """Loads a language model from a GGUF file, or a folder of floats or quantized weights.
+    """Loads a language model from a GGUF file, or a folder of floats, quantized weights or `save`.
 
     **Arguments:**
 
@@ -159,6 +161,77 @@ def load(
     decoding["lhs_min_rows"] = lhs_min_rows
     decoder = Decoder(checkpoint.config, checkpoint.weights, **decoding, consume=True)
     return LanguageModel(decoder, checkpoint.tokenizer, checkpoint.report)
+
+
+def save(
+    model: LanguageModel, path: Any, *, overwrite: bool = False, progress: bool = False
+) -> None:
+    """Saves a model as a folder, which `load` reads without packing anything again.
+
+    The folder gets its name when it is complete: a process that is killed leaves the old folder or
+    the new one.
+
+    **Arguments:**
+
+    - `model`: from `load`, `init` or `shard`.
+    - `path`: the folder.
+    - `overwrite`: whether to replace a folder that exists.
+    - `progress`: whether to show a progress bar.
+
+    **Raises:** `TypeError` for arguments that are none of these; `ValueError` for a `path` that
+    exists and a tokenizer that was not loaded from a file; `FileNotFoundError` if that file is
+    gone; what `checkpoint.save` raises.
+
+    ```py
+    save(load("model-Q8_0.gguf", format="int4-g64"), "model-int4")
+    load("model-int4")
+    ```
+    """
+    check_model("save", model)
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"save: path is {checks.brief(path)}, but it is the path of a folder.")
+    options = {"overwrite": overwrite, "progress": progress}
+    for name, value in options.items():
+        checks.boolean("save", name, value)
+    saved.write_model(Path(path), model.decoder, model.tokenizer, **options)
+
+
+def export(
+    model: LanguageModel,
+    path: Any,
+    kind: str,
+    *,
+    overwrite: bool = False,
+    progress: bool = False,
+) -> None:
+    """Writes a model for other engines, without rounding its weights.
+
+    **Arguments:**
+
+    - `model`: from `load`, of a file of the same kind: metadata and tokenizer are copied from it.
+    - `path`: the file or the folder, which gets its name when it is complete.
+    - `kind`: `"gguf"` for a GGUF file, for llama.cpp; `"compressed-tensors"` for a folder in the
+      format `pack-quantized`, for transformers and vLLM. There a quantized embedding becomes
+      float32.
+    - `overwrite`: whether to replace what is there.
+    - `progress`: whether to show a progress bar.
+
+    **Raises:** `TypeError` for arguments that are none of these; `ValueError` for a weight whose
+    format the kind does not represent exactly, with its name, for a model from a file of another
+    kind, and for a `path` that exists.
+
+    ```py
+    export(load("model-Q8_0.gguf", format="int4-g32", scale_dtype="float16"), "q4.gguf", "gguf")
+    ```
+    """
+    check_model("export", model)
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"export: path is {checks.brief(path)}, but it is the path of a target.")
+    checks.choice("export", "kind", kind, exporting.KINDS)
+    options = {"overwrite": overwrite, "progress": progress}
+    for name, value in options.items():
+        checks.boolean("export", name, value)
+    exporting.write_export(Path(path), kind, model.decoder, model.tokenizer, **options)
 
 
 def init(

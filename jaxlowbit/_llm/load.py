@@ -1,6 +1,7 @@
 """`read`: a model file as a configuration, packed weights, a tokenizer and a report."""
 
 import dataclasses
+import functools
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -15,14 +16,15 @@ from tqdm import tqdm
 
 from .._core.array import QuantizedArray
 from .._core.checks import boolean, brief, compute_dtype
-from .._core.format import Format, as_format
+from .._core.format import Format, as_format, format_name
 from .._flax.report import aligned, backend_of, format_words, size_words
 from .._matmul.quantized_lhs import EXACT
 from ..checkpoint import _packing as packing
 from ..checkpoint._matrix import Matrix
+from ..checkpoint._saved import placed
 from ..quantizers import _registry as quantizers
 from ..quantizers._calibration import Calibration
-from . import ggml_types, gguf, huggingface, memory
+from . import ggml_types, gguf, huggingface, memory, saved
 from .calibration import Rounding, Source, calibrated, tokens_of
 from .config import Config
 from .folder import check_folder
@@ -106,7 +108,7 @@ class Checkpoint(NamedTuple):
 
     config: Config
     weights: dict[str, QuantizedArray | Array]
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
     report: LoadReport
 
 
@@ -114,7 +116,8 @@ class _Source(NamedTuple):
     """A tensor of a GGUF file or a folder.
 
     `rows(start, stop)` returns rows as floats. A quantized matrix has a `format`, and
-    `pack(scale_dtype)` packs it as it is; both are None for floats.
+    `pack(scale_dtype)` packs it as it is; both are None for floats. `packed(dtype)`, if the folder
+    has packed weights, returns the weight without a copy, floats in `dtype`.
     """
 
     where: str
@@ -124,6 +127,7 @@ class _Source(NamedTuple):
     format: Format | None
     pack: Callable[[Any], QuantizedArray] | None
     forget: Callable[[], None]
+    packed: Callable[[Any], Any] | None = None
 
 
 class Header(NamedTuple):
@@ -135,7 +139,7 @@ class Header(NamedTuple):
 
     path: Path
     config: Config
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
     sources: dict[str, _Source]
 
 
@@ -152,6 +156,8 @@ def read_header(path: str | os.PathLike[str]) -> Header:
             f"load: {given or 'the empty path'} does not exist; name a .gguf file, or the folder "
             "of a Hugging Face model that is on this machine."
         )
+    if saved.is_model(path):
+        return _saved(path)
     config, sources, tokenizer = _folder(path) if path.is_dir() else _file(path)
     # A tokenizer may have tokens without a row, which only a prompt can bring up.
     known = range(config.vocabulary)
@@ -258,7 +264,7 @@ def read(
     with bar:
         for name, weight in found_weights:
             bar.update(sources[name].nbytes)
-            weights[name] = weight if division is None else division.place(name, weight)
+            weights[name] = placed(weight) if division is None else division.place(name, weight)
             reports.append(_report(name, sources[name], weight, dtype, lhs_qtype))
     return Checkpoint(config, weights, tokenizer, LoadReport(tuple(reports)))
 
@@ -302,7 +308,7 @@ def _identity(path: Path) -> list[Any]:
 
 
 def _file(path: Path) -> tuple[Config, dict[str, _Source], Tokenizer]:
-    file = gguf.File(path)
+    file = gguf.open_gguf(path)
     config = gguf.config_of(file)
     sources = {}
     for name, tensor in gguf.weights_of(file, config).items():
@@ -314,7 +320,7 @@ def _of_gguf(file: gguf.File, tensor: gguf.Tensor) -> _Source:
     kind, stored = tensor.kind, file.rows(tensor)
     unit = gguf.tensor_scale(file, tensor) if kind == "NVFP4" else 1.0
     found = _Source(
-        f"{file.path}: tensor {tensor.name!r}",
+        file.where(tensor),
         kind,
         tensor.nbytes,
         rows=lambda start, stop: stored[start:stop],
@@ -329,6 +335,25 @@ def _of_gguf(file: gguf.File, tensor: gguf.Tensor) -> _Source:
         format=ggml_types.TYPES[kind].format,
         pack=lambda scale_dtype: ggml_types.pack(kind, stored, scale_dtype, unit),
     )
+
+
+def _saved(path: Path) -> Header:
+    """A folder that `save` wrote, whose weights are used as they are."""
+    found = saved.read_model(path)
+    sources = {}
+    for name, leaf in found.weights.items():
+        quantized = isinstance(leaf, QuantizedArray)
+        sources[name] = _Source(
+            f"{path}: the array {name!r}",
+            format_name(leaf.format) if quantized else str(leaf.dtype),
+            found.saved.nbytes(name),
+            rows=functools.partial(saved.rows, leaf),
+            format=leaf.format if quantized else None,
+            pack=None,
+            forget=lambda: None,
+            packed=functools.partial(saved.in_dtype, leaf),
+        )
+    return Header(path, found.config, found.tokenizer, sources)
 
 
 def _folder(path: Path) -> tuple[Config, dict[str, _Source], Tokenizer]:
@@ -371,6 +396,12 @@ def _weight(
     scale_dtype: Any,
     quantizer: Any,
 ) -> QuantizedArray | Array:
+    if source.packed is not None and format is None:
+        if scale_dtype is not None:
+            raise ValueError(
+                "its scales are packed; leave scale_dtype out, or pass format= to round it again."
+            )
+        return source.packed(dtype if len(shape) == 2 else jnp.float32)
     if len(shape) == 1:
         values = np.asarray(source.rows(0, 1)).astype(np.float32)[0]
         _check_finite(values)

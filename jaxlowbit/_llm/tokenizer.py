@@ -17,7 +17,7 @@ class Tokenizer:
 
     Made by `from_gguf` or `from_folder`. `vocabulary` is the number of tokens, `bos` the token that
     begins texts or None, `eos` the tokens that end texts and turns, `leading` the tokens that
-    `encode` puts in front of a text.
+    `encode` puts in front of a text, `source` the GGUF file or the folder.
 
     ```python
     tokens = tokenizer.encode("Water boils at")
@@ -28,8 +28,10 @@ class Tokenizer:
     bos: int | None
     eos: tuple[int, ...]
     leading: tuple[int, ...]
+    source: Path | None
 
-    def __init__(self, parts: Parts):
+    def __init__(self, parts: Parts, source: Path | None = None):
+        self.source = source
         self._engine, self._pieces = parts.engine, parts.pieces
         self._special = frozenset(parts.special)
         self._split_special, self._space_prefix = parts.split_special, parts.space_prefix
@@ -174,7 +176,7 @@ class Tokenizer:
         **Warns:** `UserWarning` for unknown keys, a missing pre-tokenizer, and tokens that are
         control tokens by name and not by type.
         """
-        return cls(tokenizer_gguf.parts_of(file, _SPLITS))
+        return cls(tokenizer_gguf.parts_of(file, _SPLITS), file.path)
 
     @classmethod
     def from_folder(cls, folder: Path) -> "Tokenizer":
@@ -188,7 +190,7 @@ class Tokenizer:
         **Raises:** `ValueError` for files that are missing or damaged, and for tokenizers that
         write neither bytes nor SentencePiece's spaces.
         """
-        return cls(tokenizer_folder.parts_of(folder))
+        return cls(tokenizer_folder.parts_of(folder), Path(folder))
 
 
 class DecodeStream:

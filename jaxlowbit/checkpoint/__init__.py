@@ -1,4 +1,4 @@
-"""Checkpoints: Hugging Face folders of floats or quantized weights as packed weights.
+"""Checkpoints: packed weights from Hugging Face folders, and in folders of their own layout.
 
 It needs the extra `checkpoint`; importing `jaxlowbit` imports none of it. Each module of `_kinds`
 is one kind of quantized checkpoint (`_registry.py`).
@@ -9,3 +9,4 @@ from .._requirements import require_extra as _require_extra
 _require_extra("checkpoint", "safetensors", "tqdm")
 
 from ._load import load as load  # noqa: E402
+from ._saved import save as save  # noqa: E402

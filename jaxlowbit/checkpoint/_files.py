@@ -20,7 +20,7 @@ AGAIN = "fetch the folder again"
 _POINTER = b"version https://git-lfs.github.com/spec/"
 FLOATS = ("F32", "F16", "BF16")
 # The types that are read; others raise an error with their names.
-_DTYPES = {
+DTYPES = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
@@ -57,12 +57,12 @@ class Tensor(NamedTuple):
     @property
     def dtype(self) -> np.dtype:
         """**Raises:** `ValueError` for a type that is not read."""
-        if self.kind not in _DTYPES:
+        if self.kind not in DTYPES:
             raise ValueError(
-                f"{self.where} is {self.kind}, but tensors of {', '.join(_DTYPES)} are read; "
+                f"{self.where} is {self.kind}, but tensors of {', '.join(DTYPES)} are read; "
                 "convert it."
             )
-        return _DTYPES[self.kind]
+        return DTYPES[self.kind]
 
     @property
     def nbytes(self) -> int:

@@ -18,6 +18,7 @@ from ._fields import OTHER
 from ._files import AGAIN, FLOATS, Tensor, read_folder
 from ._matrix import Matrix
 from ._registry import find
+from ._saved import is_saved, load_saved, placed
 from ._warn import warn_of_file
 
 # Buffers that are no weights.
@@ -79,9 +80,11 @@ def load(
     requantize: Format | str | None = None,
     scale_dtype: Any = None,
     dtype: Any = None,
+    target: Any = None,
+    sharding: Any = None,
     progress: bool = False,
-) -> dict[str, QuantizedArray | Array]:
-    """Loads a Hugging Face folder, quantized or not, as a dict from names to arrays.
+) -> Any:
+    """Loads a folder of `save`, or a Hugging Face folder, quantized or not.
 
     The integers of the checkpoint stay as they are: `dequantize(jnp.float32)` gives the weights
     that the library of the checkpoint computes with. Tensors are memory-mapped and packed one at a
@@ -95,9 +98,17 @@ def load(
     - `scale_dtype`: None to keep the scales of the file, or float32, bfloat16 or float16 to round
       scales and float zeros.
     - `dtype`: None for the dtypes of the file, or the dtype of tensors that are floats.
+    - `target`: for a folder of `save`, None, or a tree like the one that was saved, of arrays or
+      `jax.ShapeDtypeStruct`s; the result has its structure, and its shardings if it has some.
+    - `sharding`: None, the sharding or device of every array, or a function of a name and a
+      memory-mapped array that returns those of its leaves: each device reads only its part.
     - `progress`: whether a bar is shown on standard error.
 
-    **Returns:** by the names in the checkpoint: quantized matrices `X.weight` as `QuantizedArray`
+    A folder of `save` is memory-mapped: do not change its files in place while its arrays exist. On
+    a CPU the arrays are the mapped memory. `requantize`, `scale_dtype` and `dtype` are for others.
+
+    **Returns:** a dict by the names in the checkpoint, or a tree like `target`. Of Hugging Face
+    folders, quantized matrices `X.weight` as `QuantizedArray`
     (in, out), the transpose of PyTorch's weight, so that `x @ tree["X.weight"]` is the layer
     without its bias; other tensors as arrays of the shape in the file.
 
@@ -116,7 +127,13 @@ def load(
     for name, value in (("scale_dtype", scale_dtype), ("dtype", dtype)):
         if value is not None:
             compute_dtype("checkpoint.load", name, value)
-    contents = open_folder(_folder(path))
+    folder = _folder(path)
+    if is_saved(read_folder(folder)):
+        others = {"requantize": requantize, "scale_dtype": scale_dtype, "dtype": dtype}
+        _check_unused(others, f"{folder} has packed weights, which are used as they are")
+        return load_saved(folder, target=target, sharding=sharding)
+    _check_unused({"target": target}, f"{folder} was not written by save")
+    contents = open_folder(folder)
     _check_exact(contents.matrices, requantize)
     for sentence in contents.sentences:
         warn_of_file(sentence)
@@ -131,8 +148,18 @@ def load(
                 tree[name] = jnp.asarray(array.astype(dtype) if cast else np.array(array))
             else:
                 tree[name] = _matrix(weight, requantize, scale_dtype)
+            if sharding is not None:
+                own = sharding(name, tree[name]) if callable(sharding) else sharding
+                tree[name] = placed(tree[name], own)
             bar.update(weight.nbytes)
     return tree
+
+
+def _check_unused(options: Mapping[str, Any], reason: str) -> None:
+    """Raises for an option that would change nothing."""
+    for name, value in options.items():
+        if value is not None:
+            raise ValueError(f"checkpoint.load: {name} is given, but {reason}; leave it out.")
 
 
 def _matrix(matrix: Matrix, requantize: Format | None, scale_dtype: Any) -> QuantizedArray:

@@ -13,8 +13,10 @@ from .._llm.generate import Logprobs as Logprobs
 from .._llm.generate import generate as generate
 from .._llm.generate import stream as stream
 from .._llm.language_model import LanguageModel as LanguageModel
+from .._llm.language_model import export as export
 from .._llm.language_model import init as init
 from .._llm.language_model import load as load
+from .._llm.language_model import save as save
 from .._llm.language_model import shard as shard
 from .._llm.perplexity import Perplexity as Perplexity
 from .._llm.perplexity import perplexity as perplexity

@@ -10,7 +10,7 @@ from model_files import TYPES, random_blocks
 
 import jaxlowbit
 from jaxlowbit import INT4, NVFP4, QuantizedArray, quantize
-from jaxlowbit._llm import ggml_types
+from jaxlowbit._llm import ggml_grids, ggml_types
 from jaxlowbit.checkpoint import _packing as packing
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed")
@@ -54,6 +54,33 @@ def test_packed_weights_are_those_of_ggml(name, blocks_of_row):
     assert array.format == kind.format and array.scale.dtype == kind.scale_dtype
     found = np.asarray(array.dequantize(jnp.float32)).T
     same_bits(without_signs(found), without_signs(expected(name, rows)))
+
+
+@pytest.mark.parametrize("name", ggml_grids.GRIDS)
+def test_types_of_grids_are_those_of_ggml(name):
+    """IQ1 to IQ3: all of their numbers are in the codebook, so that nothing is rounded."""
+    kind, rows = ggml_types.TYPES[name], random_blocks(name, 70, 512)
+    assert (kind.size, kind.nbytes) == gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
+    weight = expected(name, rows)
+    same_bits(ggml_types.floats(name, rows), weight)
+    array = ggml_types.pack(name, rows)
+    assert array.format == kind.format and array.format.scale == "two_level"
+    same_bits(np.asarray(array.dequantize(jnp.float32)).T, weight)
+    used = np.unique(ggml_types.unpack(name, rows).qvalue)
+    assert set(used) == {i for i, x in enumerate(kind.format.values) if x}
+
+
+@pytest.mark.parametrize(("name", "bits", "numbers"), [("Q1_0", 1, (-1, 1)), ("Q2_0", 2, (-1, 2))])
+def test_types_that_the_package_cannot_dequantize(name, bits, numbers):
+    """By llama.cpp's `dequantize_row_q1_0` and `dequantize_row_q2_0`, bit by bit."""
+    kind, rows = ggml_types.TYPES[name], random_blocks(name, 3, 256)
+    blocks = rows.reshape(-1, kind.nbytes)
+    d = np.ascontiguousarray(blocks[:, :2]).view("<f2").astype(np.float32)
+    digits = np.unpackbits(blocks[:, 2:], axis=1, bitorder="little").reshape(len(blocks), -1, bits)
+    values = np.linspace(*numbers, 2**bits, dtype=np.float32)[digits @ (1 << np.arange(bits))]
+    same_bits(ggml_types.floats(name, rows) + 0, (values * d).reshape(3, 256) + 0)
+    array = ggml_types.pack(name, rows)
+    same_bits(np.asarray(array.dequantize(jnp.float32)).T + 0, (values * d).reshape(3, 256) + 0)
 
 
 @pytest.mark.parametrize("name", TYPES)

@@ -207,6 +207,65 @@ def test_paths_are_refused(tmp_path, tiny):
         load(tmp_path / "text")
 
 
+# --- split files ----------------------------------------------------------------------------------
+
+
+def write_split(folder, counts, stored, **changes):
+    """The files of a split model, each with so many tensors; changes are of the last one's keys."""
+    names, paths = list(stored), []
+    for i, count in enumerate(counts):
+        own = {name: stored[name] for name in names[:count]}
+        del names[:count]
+        keys = {"split.no": i, "split.count": len(counts), "split.tensors.count": len(stored)}
+        entries = metadata("llama") if i == 0 else {"general.architecture": "llama"}
+        keys |= {f"split.{key}": value for key, value in changes.items() if i == len(counts) - 1}
+        path = folder / f"model-{i + 1:05}-of-{len(counts):05}.gguf"
+        paths.append(write_gguf(path, entries | keys, own))
+    return paths
+
+
+def test_split_files_are_one_model(tmp_path):
+    stored = tensors("llama", MIXTURE)
+    whole = load(write_gguf(tmp_path / "whole.gguf", metadata("llama"), stored))
+    paths = write_split(tmp_path, [0, 7, len(stored) - 7], stored)
+    for path in (paths[0], paths[2]):
+        found = load(path)
+        assert found.config == whole.config and found.report.nbytes == whole.report.nbytes
+    for name, weight in whole.weights.items():
+        same_bits(floats(found.weights[name]), np.ascontiguousarray(floats(weight)))
+
+
+def test_split_files_are_refused(tmp_path):
+    stored = tensors("llama")
+    first, _ = write_split(tmp_path, [5, len(stored) - 5], stored, no=0)
+    with pytest.raises(ValueError, match=r"00002-of-00002.gguf: 'split.no' is 0, but by its name"):
+        load(first)
+    first, _ = write_split(tmp_path, [5, len(stored) - 6], stored)
+    with pytest.raises(ValueError, match=r"'split.tensors.count' is 20, but its 2 files have 19"):
+        load(first)
+    first, second = write_split(tmp_path, [5, 5], stored)
+    write_gguf(second, {"general.architecture": "llama", "split.no": 1, "split.count": 2}, stored)
+    with pytest.raises(ValueError, match=r"tensor '[\w.]+' is also in model-00001-of-00002.gguf"):
+        load(first)
+    second.unlink()
+    with pytest.raises(ValueError, match=r"00002-of-00002.gguf is missing, but the model is split"):
+        load(first)
+    whole = write_gguf(tmp_path / "model-00001-of-00001.gguf", metadata("llama"), stored)
+    assert load(whole).config.layers == 2
+
+
+def test_strings_that_are_not_utf8(tmp_path):
+    """Only those that are read raise an error."""
+    path = write_gguf(tmp_path / "a.gguf", metadata("llama") | {"x.y": "?1"}, tensors("llama"))
+    path.write_bytes(path.read_bytes().replace(b"?1", b"\xff1"))
+    assert load(path).config.layers == 2
+    for key, match in (("tokenizer.ggml.pre", "is b'.xff1', but it is a string"), ("?1", "no UTF")):
+        write_gguf(path, metadata("llama") | {key: "?1"}, tensors("llama"))
+        path.write_bytes(path.read_bytes().replace(b"?1", b"\xff1"))
+        with pytest.raises(ValueError, match=match):
+            load(path)
+
+
 # --- damaged GGUF files ---------------------------------------------------------------------------
 
 
@@ -232,7 +291,7 @@ METADATA = [
     ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, "'longrope'"),
     ({"llama.attention.layer_norm_rms_epsilon": -1.0}, "norm_epsilon=-1.0, but it is above 0"),
     ({"general.type": "adapter"}, "general.type is 'adapter', but a whole model is read; merge"),
-    ({"split.count": 3}, "split into 3 files.*llama-gguf-split --merge"),
+    ({"split.count": 3}, r"split into 3 files, but this name .*-00001-of-00003.gguf.*--merge"),
     ({"tokenizer.ggml.model": "bert"}, "'bert', but 'gpt2' and 'llama' are read"),
     ({"tokenizer.ggml.pre": "unheard-of"}, "'unheard-of', but no pre-tokenizer"),
     ({"tokenizer.ggml.tokens": None}, "lacks 'tokenizer.ggml.tokens', a list"),
@@ -264,12 +323,8 @@ def test_tensors_are_refused(tmp_path):
             r"'blk.1.ffn_up.weight' has the shape \(256, 128\), but the metadata asks for \(256, 2",
         ),
         (
-            stored | {name: ("IQ3_XXS", np.zeros((256, 98), np.uint8))},
-            "'blk.1.ffn_up.weight' is IQ3_XXS, whose values no format here holds. Quantize the mod",
-        ),
-        (
-            stored | {name: ("IQ1_S", np.zeros((256, 50), np.uint8))},
-            "'blk.1.ffn_up.weight' is IQ1_S, whose values no format here holds",
+            stored | {name: ("I8", np.zeros((256, 256), np.int8))},
+            "'blk.1.ffn_up.weight' is I8, whose values no format here holds. Quantize the model",
         ),
         (
             stored | {name.replace("weight", "scale"): ("F32", np.ones(1, np.float32))},

@@ -47,8 +47,13 @@ def random_blocks(name: str, rows: int, k: int, seed: int = 0) -> np.ndarray:
     kind = ggml_types.TYPES[name]
     rng = np.random.default_rng([seed, *name.encode()])
     data = rng.integers(0, 256, (rows * k // kind.size, kind.nbytes), np.uint8)
-    for start in TYPES[name]:
+    for start in TYPES.get(name, (0,)):
         halves = rng.normal(0, 2e-3, len(data)).astype(np.float16)
+        if name == "IQ1_M":  # four bits in each of four words
+            words = np.ascontiguousarray(data[:, 48:]).view("<u2") & 0x0FFF
+            words |= halves.view("<u2")[:, None] >> np.array([0, 4, 8, 12]).astype("<u2") << 12
+            data[:, 48:] = words.view(np.uint8)
+            continue
         data[:, start : start + 2] = halves[:, None].view(np.uint8)
     if name == "MXFP4":
         data[:, 0] = rng.integers(112, 122, len(data))

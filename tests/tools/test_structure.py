@@ -39,12 +39,12 @@ ONLY = {
     "flax": r"_flax\.((linen|nnx)_\w+|serialization)|"
     r"_llm\.(bench|block|command|decoder|language_model|perplexity|programs|sharding)",
     "qwix": r"_core\.qarray",
-    "gguf": r"_llm\.gguf_file",
+    "gguf": r"_llm\.(exporting|ggml_grids|gguf_file)",
     "jinja2": r"_llm\.chat_template",
     "safetensors": r"checkpoint\._files|_tuning\.weights",
     "tokenizers": r"_llm\.tokenizer_(folder|gguf|parts)",
-    "tqdm": r"_flax\.calibration|_llm\.(calibration|load|perplexity)|_tuning\.report|"
-    r"checkpoint\._load",
+    "tqdm": r"_flax\.calibration|_llm\.(calibration|files_command|load|perplexity)|"
+    r"_tuning\.report|checkpoint\._(load|saved)",
     "jax.experimental.pallas": r"_backends\.pallas\.(tpu|triton)",
     "jaxlowbit._ffi": r"_backends\.extension",
 }

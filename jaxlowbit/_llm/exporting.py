@@ -1,0 +1,183 @@
+"""`export`: models as GGUF files and as folders of compressed-tensors, for other engines."""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import jax.numpy as jnp
+import numpy as np
+
+from .._core.array import QuantizedArray
+from ..checkpoint._files import read_json
+from ..checkpoint._replace import check_target, new_file, new_folder
+from ..checkpoint._saved import write
+from . import compressed, ggml_blocks
+from .architectures import ARCHITECTURES
+from .config import Config
+from .gguf_file import File
+from .saved import TOKENIZER, copy_tokenizer, source_of, weights_of
+
+KINDS = ("gguf", "compressed-tensors")
+
+
+def write_export(
+    path: Path, kind: str, decoder: Any, tokenizer: Any, *, overwrite: bool, progress: bool
+) -> None:
+    """Writes a model in the format of another engine; arguments and errors as of `export`."""
+    check_target("export", path, overwrite)
+    source = source_of("export", tokenizer)
+    config, weights = weights_of(decoder)
+    if kind == "gguf":
+        metadata = _gguf_source(source)
+        with new_file("export", path, overwrite) as file:
+            _write_gguf(file, metadata, config, weights)
+        return
+    values = _folder_source(source, config)
+    with new_folder("export", path, overwrite) as folder:
+        tensors = _compressed(config, weights, values)
+        write(folder, tensors, own=False, progress=progress)
+        text = json.dumps(values, indent=2, ensure_ascii=False)
+        (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+        assert source is not None
+        copy_tokenizer(source, folder)
+
+
+# --- GGUF -----------------------------------------------------------------------------------------
+
+
+def _gguf_source(source: Path | None) -> Path:
+    """The GGUF file with the metadata of a model."""
+    file = None if source is None else source / TOKENIZER if source.is_dir() else source
+    if file is None or not file.is_file():
+        raise ValueError(
+            f"export: the model came from {source or 'no file'}, but a GGUF file gets the metadata "
+            "and the tokenizer of the GGUF file that the model came from; load that file, or "
+            "convert the Hugging Face folder with llama.cpp's convert_hf_to_gguf.py."
+        )
+    return file
+
+
+def _write_gguf(
+    path: Path, source: Path, config: Config, weights: Mapping[str, QuantizedArray | Any]
+) -> None:
+    names = ARCHITECTURES[config.architecture].gguf
+    assert names is not None  # of a model from a GGUF file
+    theirs = {ours: name for name, ours in reversed([*names.tensors.items()])}
+    scaling = config.rope_scaling
+    if scaling is not None and scaling.kind == "longrope":
+        raise ValueError("export: tensors of the rotation longrope are not written; keep the file.")
+    writer = gguf.GGUFWriter(path, names.name)
+    _copy_metadata(source, writer)
+    if scaling is not None and scaling.kind == "factors":
+        factors = np.array(scaling.factors, np.float32)
+        writer.add_tensor("rope_freqs.weight", factors)
+    for ours, weight in weights.items():
+        name = _numbered(ours, theirs)
+        try:
+            for own, (kind, data) in _gguf_tensors(name, weight).items():
+                writer.add_tensor(own, data, raw_dtype=gguf.GGMLQuantizationType[kind])
+        except ValueError as error:
+            raise ValueError(f"export: {ours}: {error}.") from None
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _copy_metadata(source: Path, writer: gguf.GGUFWriter) -> None:
+    """Copies the metadata of a file except the entries about its files and types."""
+    File(source)  # raises for a damaged file, which the reader of the package trusts
+    for field in gguf.GGUFReader(source).fields.values():
+        skipped = field.name.startswith(("GGUF.", "split.")) or field.name in (
+            "general.architecture",
+            "general.file_type",
+        )
+        if not skipped:
+            kind, inner = field.types[0], field.types[-1]
+            of = {"sub_type": inner} if kind == gguf.GGUFValueType.ARRAY else {}
+            writer.add_key_value(field.name, field.contents(), kind, **of)
+
+
+def _gguf_tensors(name: str, weight: Any) -> dict[str, tuple[str, np.ndarray]]:
+    """The tensors of a weight, with their types."""
+    if isinstance(weight, QuantizedArray):
+        kind, data, unit = ggml_blocks.blocks_of(weight)
+        found = {name: (kind, data)}
+        if unit is not None:
+            scale = np.array([unit], np.float32)
+            found[f"{name.removesuffix('.weight')}.scale"] = ("F32", scale)
+        return found
+    values = np.ascontiguousarray(np.asarray(weight).T)
+    if values.dtype == jnp.bfloat16:
+        return {name: ("BF16", values.view(np.uint8))}
+    return {name: ("F16" if values.dtype == np.float16 else "F32", values)}
+
+
+def _numbered(ours: str, names: Mapping[str, str]) -> str:
+    """The name of a weight by a table with N for the number of a layer."""
+    _, number, own = ours.split(".") if ours.startswith("layers.") else ("", "", ours)
+    found = names.get(f"layers.N.{own}" if number else own)
+    if found is None:
+        raise ValueError(
+            f"export: {ours} is part of a fused tensor in files of this architecture, which is not "
+            "written; use an architecture with separate tensors."
+        )
+    return re.sub(r"\bN\b", number, found) if number else found
+
+
+# --- compressed-tensors ---------------------------------------------------------------------------
+
+
+def _folder_source(source: Path | None, config: Config) -> dict[str, Any]:
+    """config.json of the Hugging Face folder that a model came from, without its quantization."""
+    file = None if source is None or not source.is_dir() else source / "config.json"
+    values = {} if file is None or not file.is_file() else read_json(file)
+    if "hidden_size" not in values and "text_config" not in values:
+        raise ValueError(
+            f"export: the model came from {source or 'no file'}, but such a folder gets the "
+            "config.json and the tokenizer of the Hugging Face folder of a model; load that."
+        )
+    if "text_config" in values:
+        raise ValueError(
+            f"export: {source} is a model with images, whose other parts are not here; export a "
+            f"model of text, such as one of {config.architecture} without 'text_config'."
+        )
+    values.pop("quantization_config", None)
+    return values
+
+
+def _compressed(
+    config: Config, weights: Mapping[str, Any], values: dict[str, Any]
+) -> dict[str, Any]:
+    """The tensors of a folder; adds the quantization to its config.json."""
+    names = ARCHITECTURES[config.architecture].huggingface
+    assert names is not None  # of a model from a Hugging Face folder
+    theirs = {ours: name for name, ours in reversed([*names.tensors.items()])}
+    matrices, floats, found = {}, [], {}
+    for ours, weight in weights.items():
+        own = _numbered(ours, theirs)
+        name = own if ours == "head" else f"model.{own}"
+        module = name.removesuffix(".weight")
+        quantized = isinstance(weight, QuantizedArray)
+        if quantized and ours != "embedding":
+            try:
+                found |= compressed.tensors_of(module, weight)
+            except ValueError as error:
+                raise ValueError(f"export: {ours}: {error}.") from None
+            matrices[module] = weight.format
+            continue
+        # transformers looks rows of the embedding up, and quantizes no such module.
+        dense = weight.dequantize(jnp.float32) if quantized else weight
+        if ours.endswith("norm") or ours == "final_norm":
+            dense = dense - names.norm_offset
+        elif weight.ndim == 2 and ours != "embedding":
+            floats.append(module)
+        found[name] = np.ascontiguousarray(np.asarray(dense).T)
+    if config.tied_head:
+        floats.append("lm_head")
+    if matrices:
+        values["quantization_config"] = compressed.config_of(matrices, floats)
+    return found

@@ -1,0 +1,45 @@
+"""Packed matrices as rows of integers, for the formats of other libraries."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from .._core import layout
+from .._core.array import QuantizedArray
+from .._core.dequantize import codes_of
+
+
+class Rows(NamedTuple):
+    """The rows (out) of a matrix (out, in): quantized values uint8 (n, k), scales and zeros
+    (n, groups), 8-bit scales as bytes."""
+
+    qvalue: np.ndarray
+    scale: np.ndarray
+    zero: np.ndarray | None
+
+
+def rows_of(array: QuantizedArray) -> Rows:
+    """Unpacks a matrix with scales of one level.
+
+    **Raises:** `ValueError` for a stack, shards, permuted rows and scales of two levels.
+    """
+    if array.ndim != 2 or array.index is not None:
+        raise ValueError(f"it is a stack of shape {array.shape}, but matrices are exported")
+    if array.shards != (1, 1) or array.permutation is not None:
+        raise ValueError("its rows are permuted or padded for shards, which has no counterpart")
+    if array.format.scale == "two_level":
+        raise ValueError("its scales have two levels; load it without scale_dtype='two_level'")
+    groups = layout.num_groups(array.k, array.format.group_size)
+    if array.format.group_size > 0:
+        groups = -(-array.k // array.format.group_size)
+
+    def per_group(values: jnp.ndarray) -> np.ndarray:
+        return np.asarray(layout.unpack_groups(values)[:groups, : array.n]).T
+
+    qvalue = np.asarray(layout.unpack(jnp.asarray(array.packed), array.format.bits))
+    return Rows(
+        qvalue[: array.k, : array.n].T,
+        per_group(jnp.asarray(codes_of(array.scale))),
+        None if array.zero is None else per_group(jnp.asarray(array.zero)),
+    )
