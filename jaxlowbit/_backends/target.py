@@ -31,8 +31,8 @@ class Target:
     def of(cls, context: Any, platform: str | None) -> "Target":
         """The target of the module that JAX lowers in `context`."""
         exported = context.lowering_parameters.for_export
-        known = platform == "cuda" and not exported and context.backend is not None
-        devices = context.backend.local_devices() if known else []
+        backend = None if platform != "cuda" or exported else context.backend
+        devices = [] if backend is None else backend.local_devices()
         gpus = [device for device in devices if device.platform == "gpu"]
         return cls(platform, frozenset(map(compute_capability, gpus)), exported)
 

@@ -87,7 +87,8 @@ def quantize_weight(
     if statistics == EXPECTED:
         k = jax.eval_shape(matrix, weight).shape[-2]
         shapes = ((k, k), jnp.float32), ((k,), jnp.float32), ((), jnp.int32)
-        statistics = Statistics(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+        arrays: Any = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+        statistics = Statistics(*arrays)
         if not abstract:  # for the errors of its values
             quantizer, statistics = "absmax", None
 

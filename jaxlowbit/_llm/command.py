@@ -302,8 +302,13 @@ def _as_json(result: Generation) -> dict[str, Any]:
 def _template(options: argparse.Namespace, header: Header) -> Encode:
     """Turns messages to tokens by the chat template of a model.
 
-    **Raises:** `ValueError` without a template.
+    **Raises:** `ValueError` without a tokenizer or a template.
     """
+    if header.tokenizer is None:
+        raise ValueError(
+            f"{options.model} has no tokenizer; add tokenizer.json to the folder, or run the model "
+            "with tokens in Python."
+        )
     if not header.tokenizer.has_chat:
         raise ValueError(
             f"{options.model} has no chat template, because it continues texts; use the command "

@@ -103,18 +103,22 @@ def test_inputs_that_say_little_are_rounded_to_nearest():
     weight[:, 3], inputs[:, ::2] = 1.5, 0
     for rows in (inputs, inputs[:1], np.zeros_like(inputs[:2])):
         statistics = Statistics.of(rows, full=True)
-        runs = [quantize(weight, "int4-g32", quantizer="gptq", statistics=statistics)] * 2
-        values = [np.asarray(array.dequantize()) for array in runs]
-        assert np.isfinite(values[0]).all()
-        np.testing.assert_array_equal(*values)
+        values, again = (
+            np.asarray(
+                quantize(weight, "int4-g32", quantizer="gptq", statistics=statistics).dequantize()
+            )
+            for _ in range(2)
+        )
+        assert np.isfinite(values).all()
+        np.testing.assert_array_equal(values, again)
     plain = quantize(weight, "int4-g32", quantizer="mse").dequantize()
-    np.testing.assert_allclose(values[0], plain, rtol=1e-5)
+    np.testing.assert_allclose(values, plain, rtol=1e-5)
 
 
 def test_factors_keep_products_and_lower_errors():
     weight, inputs = problem()
     statistics = Statistics.of(inputs, full=True)
-    factor = np.asarray(awq.factors([weight], [Format(3, 32)], statistics))
+    factor = np.asarray(awq.factors([jnp.asarray(weight)], [Format(3, 32)], statistics))
     assert factor.shape == (K,) and (factor > 0).all()
     options = {"format": Format(3, 32), "quantizer": "absmax"}
     scaled = quantize(weight * factor[:, None], **options)
@@ -123,7 +127,9 @@ def test_factors_keep_products_and_lower_errors():
         for f, array in ((factor, scaled), (np.ones_like(factor), quantize(weight, **options)))
     ]
     assert errors[0] < 0.95 * errors[1]
-    found = smoothquant.factors([weight[:, :10], weight[:, 10:]], [], statistics)
+    found = smoothquant.factors(
+        [*map(jnp.asarray, (weight[:, :10], weight[:, 10:]))], [], statistics
+    )
     np.testing.assert_allclose(found, smoothing_factor(statistics.absmax, weight), rtol=1e-6)
 
 

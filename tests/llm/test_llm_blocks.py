@@ -77,7 +77,9 @@ def test_types_that_the_package_cannot_dequantize(name, bits, numbers):
     blocks = rows.reshape(-1, kind.nbytes)
     d = np.ascontiguousarray(blocks[:, :2]).view("<f2").astype(np.float32)
     digits = np.unpackbits(blocks[:, 2:], axis=1, bitorder="little").reshape(len(blocks), -1, bits)
-    values = np.linspace(*numbers, 2**bits, dtype=np.float32)[digits @ (1 << np.arange(bits))]
+    values = np.linspace(numbers[0], numbers[1], 2**bits, dtype=np.float32)[
+        digits @ (1 << np.arange(bits))
+    ]
     same_bits(ggml_types.floats(name, rows) + 0, (values * d).reshape(3, 256) + 0)
     array = ggml_types.pack(name, rows)
     same_bits(np.asarray(array.dequantize(jnp.float32)).T + 0, (values * d).reshape(3, 256) + 0)

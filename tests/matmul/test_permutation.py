@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -131,7 +132,7 @@ def test_groups_of_a_stack_and_groups_in_order():
 def test_groups_of_parts():
     """Each shard of k has separate groups; the last one is partial."""
     parts = [np.random.default_rng(i).permutation(np.arange(80) // 32) + 3 * i for i in range(2)]
-    permutation = grouped(np.concatenate(parts), 32, shards=(2, 1))
+    permutation: Any = grouped(np.concatenate(parts), 32, shards=(2, 1))
     np.testing.assert_array_equal(permutation[80:], np.argsort(parts[1], kind="stable"))
     with refuses(r"group 1 of g_idx has 31 rows, but 80 rows of part 0 of k in groups of 32 make"):
         wrong = np.concatenate(parts)

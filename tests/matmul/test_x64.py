@@ -196,8 +196,10 @@ def test_numbers_of_numpy_are_numbers():
     size: Any = np.int32(16)
     assert jl.Format(four, size) == jl.Format(4, 16)
     assert type(jl.Format(four).bits) is int
-    orders = [grouped(np.arange(64)[::-1] // 16, jl.Format(4, x)).permutation for x in (size, 16)]
-    np.testing.assert_array_equal(*orders)
+    given, wanted = (
+        grouped(np.arange(64)[::-1] // 16, jl.Format(4, x)).permutation for x in (size, 16)
+    )
+    np.testing.assert_array_equal(given, wanted)
     x = np.ones((2, 64))  # float64, which JAX converts to float32
     assert "float32 (2, 64)" in jl.explain(x, right_calls.arrays()["q"], device="cpu")
     assert jl.supported_backends(x, right_calls.arrays()["q"])["xla"] is None
