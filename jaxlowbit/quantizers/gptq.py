@@ -60,8 +60,8 @@ def quantize(
     if statistics is None or not statistics.full:
         found = "none" if statistics is None else "their diagonal"
         raise ValueError(
-            "gptq needs the full second moments of the inputs, but the statistics have "
-            f"{found}; pass calibration= to the function that quantizes the model, or "
+            "quantize: quantizer='gptq' needs full second moments of the inputs, the statistics "
+            f"have {found}; pass calibration= to the function that quantizes the model, or "
             "Statistics.of(inputs, full=True) to quantize."
         )
     groups = Groups.of(weight, format, **options)

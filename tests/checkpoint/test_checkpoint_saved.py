@@ -279,6 +279,26 @@ def same_weights(found, model):
         np.testing.assert_array_equal(floats[0], floats[1])
 
 
+def test_wrong_arguments_of_writers(files, tmp_path):
+    model, target = llm.load(files / "a.gguf", progress=False), tmp_path / "z"
+    wrong: Any = (
+        ((3, target), {}, "model is 3, "),
+        ((model, 3), {}, "path is 3, but it is the path of"),
+        ((model, target), {"overwrite": "yes"}, "overwrite is 'yes', "),
+        ((model, target), {"progress": None}, "progress is None, "),
+    )
+    for arguments, options, match in wrong:
+        with pytest.raises(TypeError, match=f"^save: {match}.*[.]$"):
+            llm.save(*arguments, **options)
+        with pytest.raises(TypeError, match=f"^export: {match}.*[.]$"):
+            llm.export(*arguments, "gguf", **options)
+    kinds: Any = ((ValueError, "onnx"), (TypeError, 3))
+    for error, kind in kinds:
+        with pytest.raises(error, match=r"^export: kind=.* is unknown; it is one of"):
+            llm.export(model, target, kind)
+    assert [*tmp_path.iterdir()] == []
+
+
 def test_exports_have_the_same_weights(files, tmp_path):
     model = llm.load(files / "a.gguf", format="int4-g64", scale_dtype="float16", progress=False)
     llm.export(model, tmp_path / "x.gguf", "gguf")

@@ -145,7 +145,7 @@ def test_hqq_is_better_than_absmax_without_data():
 
 def test_gptq_without_moments():
     weight, inputs = problem()
-    with pytest.raises(ValueError, match=r"gptq needs the full second moments .* have none"):
+    with pytest.raises(ValueError, match=r"gptq' needs full second moments .* have none"):
         quantize(weight, "int4", quantizer="gptq")
     with pytest.raises(ValueError, match="have their diagonal; pass calibration="):
         quantize(weight, "int4", quantizer="gptq", statistics=Statistics.of(inputs))

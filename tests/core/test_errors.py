@@ -83,8 +83,10 @@ def test_quantize_scale_dtype(weight):
 
 
 def test_quantize_method(weight):
-    with refuses("quantizer='gptq' is unknown; it is one of 'absmax', "):
-        quantize(weight, FOUR, quantizer="gptq")  # pyright: ignore[reportArgumentType]
+    with refuses("quantizer='exl3' is unknown; it is one of 'absmax', "):
+        quantize(weight, FOUR, quantizer="exl3")
+    with refuses("quantizer='gptq' needs full second moments of the inputs, .* none; pass"):
+        quantize(weight, FOUR, quantizer="gptq")
 
 
 def test_quantize_one_bit_needs_a_zero(weight):

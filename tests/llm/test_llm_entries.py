@@ -312,6 +312,7 @@ def of_gguf(architecture, changes, **tensors):
         metadata=metadata(architecture) | keys,
         tensors=found,
         rows=lambda tensor: rows[tensor.name],
+        where=lambda tensor: f"model.gguf, tensor {tensor.name}",
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
