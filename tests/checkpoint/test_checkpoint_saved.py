@@ -291,7 +291,7 @@ def test_wrong_arguments_of_writers(files, tmp_path):
         with pytest.raises(TypeError, match=f"^save: {match}.*[.]$"):
             llm.save(*arguments, **options)
         with pytest.raises(TypeError, match=f"^export: {match}.*[.]$"):
-            llm.export(*arguments, "gguf", **options)
+            llm.export(arguments[0], arguments[1], "gguf", **options)
     kinds: Any = ((ValueError, "onnx"), (TypeError, 3))
     for error, kind in kinds:
         with pytest.raises(error, match=r"^export: kind=.* is unknown; it is one of"):
