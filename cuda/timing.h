@@ -12,7 +12,7 @@
 
 namespace jaxlowbit {
 
-// Replays graphs for at least `warm_up_milliseconds`, until clocks are those of a busy device, then `replays` times
+// Replays graphs for at least `warm_up_milliseconds`, until the clocks have settled, then `replays` times
 // each; fewer, but at least `min_replays`, if that would exceed `max_milliseconds`.
 struct TimingEffort {
   float warm_up_milliseconds = 30;

@@ -3,9 +3,8 @@
     python tools/check_exports.py transformers FOLDER LOGITS.npy TOKENS...
     python tools/check_exports.py llama_cpp FILE.gguf TOKENS...
 
-The first needs transformers and compressed-tensors. It compares logits with those of a file (batch
-1, length, vocabulary), in float32. The second needs llama-cpp-python; it prints
-twelve greedy tokens.
+The first needs transformers and compressed-tensors. It compares logits with a file, float32
+(1, length, vocabulary). The second needs llama-cpp-python; it prints twelve greedy tokens.
 """
 
 import importlib

@@ -92,7 +92,7 @@ __device__ inline void SeparateValues(const uint32_t (&packed)[kBits], int step,
   }
 }
 
-// Separates values for f16 at the highest bits where they are still linear (subnormal or the smallest exponent): row g
+// Separates values for f16 at the highest bits at which they are still linear (subnormal or the smallest exponent): row g
 // from bit kLifted on, row g + 8 kSecondUp bits above.
 template <int kBits>
 inline constexpr int kLifted = 11 - kBits - kSecondUp<kBits>;

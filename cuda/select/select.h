@@ -52,7 +52,7 @@ std::vector<Choice> AllChoices(Kernel kernel, const QuantizedMatmul& problem, co
 std::vector<Choice> Candidates(const QuantizedMatmul& problem, const Device& device,
                                int64_t workspace_bytes);
 
-// Minimum M at which Hopper multiplies an 8-bit lhs faster in 8 bits than as bfloat16. Smaller M are limited by weight
+// Minimum M for 8 bits to be faster on Hopper than bfloat16, given an 8-bit lhs. Smaller M are limited by weight
 // bandwidth, not by tensor cores. The minimum is lower if int8 accumulates over all of k, which takes fewer
 // instructions.
 constexpr int64_t MinRowsFor8Bit(const QuantizedMatmul& problem) {

@@ -26,7 +26,7 @@ class Record:
 
     - `full`: whether second moments are matrices.
     - `traced`: whether all products are in one trace, whose results have the statistics. Otherwise
-      products in traces, such as those of a scan, call back.
+      products inside traces, such as the body of a scan, call back.
     - `statistics`: by name. For a stack of matrices they have the axes of the stack.
     - `inputs`: by name, a number that weights share if they multiply the same inputs.
     """

@@ -56,7 +56,7 @@ EXPECTED = "expected"
 
 @contextlib.contextmanager
 def quantizing_by(caller: str, quantizer: Any, statistics: Any = None) -> Iterator[None]:
-    """A context in which `quantize_weight` uses a quantizer, and statistics or `EXPECTED`.
+    """Sets the quantizer of `quantize_weight`, and statistics or `EXPECTED`, within a context.
 
     `quantize_model` replaces layers by their constructors, which take the arguments of Flax.
 

@@ -340,7 +340,7 @@ class _Header:
         return found
 
     def _text(self, what: str) -> str | bytes:
-        """A string; its bytes if it is not UTF-8, which only its reader may refuse."""
+        """A string, or its bytes if it is not UTF-8: an error only if the string is used."""
         length = self._count("<Q", f"the length of {what}", 1)
         data = self.data[self.at : self.at + length]
         self.at += length

@@ -308,7 +308,7 @@ _IMAGES = re.compile(r"(^|\.)(vision_tower|multi_modal_projector)\.")
 def weights_of(folder: Path, config: Config) -> dict[str, Tensor | Matrix]:
     """The tensor or quantized matrix of each weight of a configuration; reads headers only.
 
-    Warns of what the checkpoint has and is left out.
+    Warns of entries of the checkpoint that are left out.
 
     **Raises:** `ValueError` for files that are missing or damaged, and for tensors that are
     missing, unknown, of another shape, or neither floats nor part of a quantized matrix.
@@ -333,7 +333,7 @@ def weights_of(folder: Path, config: Config) -> dict[str, Tensor | Matrix]:
 
 
 def lhs_qtype_of(path: Path) -> Any:
-    """The dtype to which a checkpoint rounds the inputs of its quantized matrices, else None.
+    """The dtype that a checkpoint rounds inputs of quantized matrices to, or None.
 
     **Raises:** `ValueError` if its matrices differ.
     """
@@ -357,7 +357,7 @@ def lhs_qtype_of(path: Path) -> Any:
 def _by_weight(
     contents: Contents, config: Config, images: re.Pattern[str] | None
 ) -> dict[str, Tensor | Matrix]:
-    """Tensors and matrices by our names of their weights, without those that no decoder needs.
+    """Tensors and matrices by our names of their weights; unused ones are left out.
 
     `images` finds the names of the tensors of an image encoder.
 

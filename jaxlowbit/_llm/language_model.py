@@ -213,7 +213,7 @@ def export(
     - `kind`: `"gguf"` for a GGUF file, for llama.cpp; `"compressed-tensors"` for a folder in the
       format `pack-quantized`, for transformers and vLLM. There a quantized embedding becomes
       float32.
-    - `overwrite`: whether to replace what is there.
+    - `overwrite`: whether to replace an existing target.
     - `progress`: whether to show a progress bar.
 
     **Raises:** `TypeError` for arguments that are none of these; `ValueError` for a weight whose

@@ -26,8 +26,8 @@ class Perplexity(NamedTuple):
     - `tokens`: the number of tokens that were predicted.
     - `context`: the tokens of a window.
     - `loss`: the mean negative log-likelihood of a token, by the natural logarithm.
-    - `divergence`: None without a reference; else the mean Kullback-Leibler divergence of the
-      distribution of each token from that of the reference, by the natural logarithm.
+    - `divergence`: None without a reference; else the mean Kullback-Leibler divergence of each
+      token's distribution from the reference, by the natural logarithm.
     """
 
     perplexity: float

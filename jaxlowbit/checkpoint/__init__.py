@@ -1,4 +1,4 @@
-"""Checkpoints: packed weights from Hugging Face folders, and in folders of their own layout.
+"""Checkpoints: packed weights from Hugging Face folders, saved and loaded in the packed layout.
 
 It needs the extra `checkpoint`; importing `jaxlowbit` imports none of it. Each module of `_kinds`
 is one kind of quantized checkpoint (`_registry.py`).

@@ -101,16 +101,16 @@ def load(
     - `target`: for a folder of `save`, None, or a tree like the one that was saved, of arrays or
       `jax.ShapeDtypeStruct`s; the result has its structure, and its shardings if it has some.
     - `sharding`: None, the sharding or device of every array, or a function of a name and a
-      memory-mapped array that returns those of its leaves: each device reads only its part.
+      memory-mapped array that returns a sharding per leaf: each device reads only its part.
     - `progress`: whether a bar is shown on standard error.
 
     A folder of `save` is memory-mapped: do not change its files in place while its arrays exist. On
     a CPU the arrays are the mapped memory. `requantize`, `scale_dtype` and `dtype` are for others.
 
-    **Returns:** a dict by the names in the checkpoint, or a tree like `target`. Of Hugging Face
-    folders, quantized matrices `X.weight` as `QuantizedArray`
-    (in, out), the transpose of PyTorch's weight, so that `x @ tree["X.weight"]` is the layer
-    without its bias; other tensors as arrays of the shape in the file.
+    **Returns:** a dict by the names in the checkpoint, or a tree like `target`. A quantized matrix
+    `X.weight` of a Hugging Face folder is a `QuantizedArray` (in, out), the transpose of PyTorch's
+    weight: `x @ tree["X.weight"]` is the layer without its bias. Other tensors are arrays of the
+    shape in the file.
 
     **Raises:** before numbers are read, `TypeError` for a path that is none, `FileNotFoundError` if
     it does not exist, `ValueError` for damaged files, kinds of quantization that are not read,

@@ -381,7 +381,7 @@ def test_a_killed_process_leaves_the_old_folder_or_the_new_one(tmp_path):
     process.stdout.readline()
     for delay in (0.01, 0.04, 0.02):
         time.sleep(delay)
-        process.send_signal(signal.SIGSTOP)  # a moment at which it may end
+        process.send_signal(signal.SIGSTOP)  # it may end here
         (values,) = checkpoint.load(tmp_path / "x").values()
         assert np.unique(values).size == 1
         process.send_signal(signal.SIGCONT)

@@ -47,7 +47,7 @@ def test_nnx_layers_see_quantized_layers_before_them(tmp_path):
     calibration = Calibration(BATCHES, folder=tmp_path)
     report = quantize_model(model, FORMAT, calibration=calibration, **options)
     assert len([x for x in report.layers if x.format]) == 3
-    # The first layer has the inputs of the model; the parameter has what the quantized one gives.
+    # The first layer reads the inputs of the model, the parameter the quantized outputs.
     statistics = sum_of(BATCHES)
     wanted = quantize(
         float_model.first.kernel[...], FORMAT, quantizer="gptq", statistics=statistics

@@ -255,7 +255,7 @@ def test_split_files_are_refused(tmp_path):
 
 
 def test_strings_that_are_not_utf8(tmp_path):
-    """Only those that are read raise an error."""
+    """They raise an error only if they are read."""
     path = write_gguf(tmp_path / "a.gguf", metadata("llama") | {"x.y": "?1"}, tensors("llama"))
     path.write_bytes(path.read_bytes().replace(b"?1", b"\xff1"))
     assert load(path).config.layers == 2

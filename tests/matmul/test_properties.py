@@ -10,7 +10,7 @@ from helpers import assert_within, backends, matmul
 from hypothesis import strategies as st
 from problems import Problem, operands
 
-# Sizes at which code paths change are drawn more often.
+# Draws sizes next to a change of code path more often.
 SIZES = st.one_of(st.sampled_from([1, 7, 8, 16, 63, 64, 65, 128, 129, 192]), st.integers(1, 200))
 ROWS = st.one_of(st.sampled_from([0, 1, 8, 9, 16, 17, 32, 33, 64, 65]), st.integers(1, 140))
 WIDTHS = st.one_of(st.sampled_from([4, 8]), st.integers(1, 8))

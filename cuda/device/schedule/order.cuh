@@ -9,7 +9,7 @@
 
 namespace jaxlowbit {
 
-// Position of a tile: batch element, split of k, first column, first row. Units are those of block_n and block_m.
+// Position of a tile: batch element, split of k, first column, first row, in the units of block_n and block_m.
 template <typename Int>
 struct TilePlace {
   Int batch;

@@ -84,7 +84,7 @@ constexpr int StoreRows(const TileShape& tile) {
   return LargestStoreRows(tile.m, tile.warpgroups > 2 || tile.has_large_stages() ? 32 : 64);
 }
 
-// Likewise if two warpgroups finish half of the rows of a gated tile each.
+// The rows per store if each of two warpgroups finishes half of the rows of a gated tile.
 constexpr int GatedStoreRows(const TileShape& tile) {
   return LargestStoreRows(tile.m / 2, StoreRows(tile));
 }
