@@ -16,14 +16,12 @@ from .stored_rows import Product
 
 
 def of_float_scales(product: Product) -> Product:
-    """Adds support for two-level scales to a product that lacks it. For a stack with an index, it
+    """A product of two-level scales, by a product that lacks them. For a stack with an index, it
     expands only the scales of the selected weights, and copies their words."""
 
     @functools.wraps(product)
     def expanding(problem: Problem, *operands: Array, **options: Any) -> Array:
         ops = problem.named(operands)
-        if problem.format.scale != "two_level":
-            return product(problem, *operands, **options)
         packed, scale, zero = take(ops.packed, ops.scale, ops.zero, ops.index)
         permutation = ops.permutation
         if permutation is not None:
