@@ -14,6 +14,20 @@ __device__ inline int ClusterRank() {
   return static_cast<int>(rank);
 }
 
+// CTAs of this cluster.
+__device__ inline int ClusterCtas() {
+  uint32_t count;
+  asm("mov.u32 %0, %%cluster_nctarank;\n" : "=r"(count));
+  return static_cast<int>(count);
+}
+
+// Of this cluster in the grid, whose clusters lie along x.
+__device__ inline int ClusterNumber() {
+  uint32_t number;
+  asm("mov.u32 %0, %%clusterid.x;\n" : "=r"(number));
+  return static_cast<int>(number);
+}
+
 // The address in the CTA of this rank that corresponds to `shared` in this CTA.
 __device__ inline uint32_t MapToRank(uint32_t shared, int rank) {
   uint32_t mapped;
@@ -33,6 +47,14 @@ __device__ inline void WaitForArrivals() {
 // Release: arrives at that barrier and makes this thread's writes visible to the waiting threads.
 __device__ inline void ReleaseToCluster() {
   asm volatile("barrier.cluster.arrive.release.aligned;\n" ::: "memory");
+}
+
+// Stores a value in shared memory of another CTA, at the place of `shared`, for its threads after the next release and
+// wait. All CTAs must have started.
+__device__ inline void StoreToRank(const float* shared, int rank, float value) {
+  const auto own = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile("st.shared::cluster.f32 [%0], %1;\n" ::"r"(MapToRank(own, rank)), "f"(value)
+               : "memory");
 }
 
 // Starts storing 16 bytes in another CTA, whose `barrier` counts them (both addresses by MapToRank).
