@@ -228,6 +228,9 @@ class Sequence {
                              " rows but at most " + std::to_string(kMaxExchangeRows) +
                              " are possible.");
     }
+    if (const std::string failure = ExchangeFailure(); !Executes() && !failure.empty()) {
+      return ffi::Error::Internal(failure);
+    }
     const std::vector<int> devices(group->begin(), group->end());
     return ToError(FindExchange(devices, place_.device, p.n, &exchange_),
                    "finding memory that " + std::to_string(devices.size()) + " devices share, as " +

@@ -22,7 +22,8 @@ struct Group {
 // Devices and columns.
 using Key = std::pair<std::vector<int>, int64_t>;
 
-std::mutex lookup;      // of `groups`; held briefly, since kernels that wait for a peer need launches of that peer
+std::mutex
+    lookup;  // of `groups`; held briefly, since kernels that wait for a peer need launches of that peer
 std::mutex allocation;  // held by a thread that adds a group
 std::map<Key, Group>& Groups() {
   static auto* groups = new std::map<Key, Group>;

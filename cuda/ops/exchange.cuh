@@ -20,8 +20,8 @@
 
 namespace jaxlowbit {
 
-inline constexpr int kExchangeColumns = 8;     // of a lane: two pieces
-inline constexpr uint32_t kNotThere = ~0u;     // bits of a float that has not arrived
+inline constexpr int kExchangeColumns = 8;       // of a lane: two pieces
+inline constexpr uint32_t kNotThere = ~0u;       // bits of a float that has not arrived
 inline constexpr int kPollsBetweenChecks = 256;  // of the time
 // Peers whose pieces are loaded before the first is tested.
 #if __CUDA_ARCH__ >= 900
@@ -138,8 +138,9 @@ class RowExchange {
   // if the group has stopped.
   __device__ void Add(int vector, float (&values)[kExchangeColumns]) const {
     float sums[kExchangeColumns] = {};
-    const bool complete = !stopped_ && (e_.parts == 2 ? AddAll<1>(vector, values, sums)
-                                                      : AddAll<kMaxPeersAtOnce>(vector, values, sums));
+    const bool complete =
+        !stopped_ && (e_.parts == 2 ? AddAll<1>(vector, values, sums)
+                                    : AddAll<kMaxPeersAtOnce>(vector, values, sums));
 #pragma unroll
     for (int i = 0; i < kExchangeColumns; ++i) {
       values[i] = complete ? sums[i] : __uint_as_float(0x7fffffff);
@@ -172,7 +173,8 @@ class RowExchange {
   // Waits for the pieces of several peers from `first` on, and empties their places. Returns false if the group stops.
   template <int kAtOnce>
   __device__ bool Receive(int first, uint4* inbox, uint4 (&pieces)[kAtOnce][2]) const {
-    uint4* from[kAtOnce];  // the last peer's for those beyond it, so that the loads have no branches between them
+    uint4* from
+        [kAtOnce];  // the last peer's for those beyond it, so that the loads have no branches between them
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       from[i] = inbox + RankOf(min(first + i, peers() - 1)) * e_.row_pieces;

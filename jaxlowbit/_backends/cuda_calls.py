@@ -300,3 +300,9 @@ def exchanging(devices: Sequence[Any], rows: int) -> tuple[int, ...]:
         return ()
     numbers = tuple(device.local_hardware_id for device in devices)
     return numbers if ffi.can_exchange(numbers) else ()
+
+
+def exchange_failure() -> str:
+    """A sentence if devices that add parts within calls stopped since the last call of this, else
+    an empty string. The next program runs normally."""
+    return "" if unavailable("cuda") is not None else ffi.take_exchange_failure()

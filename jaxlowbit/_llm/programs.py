@@ -157,10 +157,11 @@ def run(
     while True:
         began = time.perf_counter()
         drawn, state = draw(state, np.int32(count), ends, key, sampling, logprobs)
+        drawn = Drawn(*(None if x is None else np.asarray(x)[:, :count] for x in drawn))
+        if model.decoder.division is not None:
+            model.decoder.division.check_devices(caller)
         if n == 1:
             kept.cache = state.cache
-        drawn = Drawn(*(None if x is None else np.asarray(x)[:, :count] for x in drawn))
-        if n == 1:
             kept.tokens = kept.tokens + [token for token in drawn.tokens[0].tolist() if token >= 0]
         if count > 0 and time.perf_counter() - began < _PATIENCE:
             size = min(2 * size, _TOKENS)

@@ -221,6 +221,14 @@ class Division:
         # Outside jax.jit, jax.shard_map would compile every operation separately.
         return functools.partial(jax.jit(mapped, inline=True), state)
 
+    def check_devices(self, caller: str) -> None:
+        """Checks that no device waited in vain for another one within a call.
+
+        **Raises:** `RuntimeError` with the devices.
+        """
+        if failure := cuda_calls.exchange_failure():
+            raise RuntimeError(f"{caller}: {failure}")
+
     # Inside `on_each`:
 
     def own_columns(self, tokens: Array, vocabulary: int, columns: int) -> tuple[Array, Array]:

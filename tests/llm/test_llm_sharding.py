@@ -18,6 +18,7 @@ from jax.sharding import AxisType
 from model_files import metadata, tensors, write_gguf
 
 from jaxlowbit import MXFP4, NVFP4, Format
+from jaxlowbit._backends import cuda_calls
 from jaxlowbit._command import main
 from jaxlowbit._llm import command
 from jaxlowbit._llm import programs as loop
@@ -300,6 +301,16 @@ def test_meshes_of_the_context():
     for other, sentence in ((mesh, "of Explicit axes"), (make_mesh(4), "{'model': 4} of Auto")):
         with jax.set_mesh(other), pytest.raises(ValueError, match=sentence):
             generate(sharded, PROMPTS[0], max_new_tokens=4)
+
+
+def test_devices_that_stop_end_a_generation(monkeypatch):
+    sharded = shard(model(), make_mesh(2))
+    with monkeypatch.context() as patched:
+        sentence = "CUDA device 1 waited in vain for rows of device 0"
+        patched.setattr(cuda_calls, "exchange_failure", lambda: sentence)
+        with pytest.raises(RuntimeError, match=f"generate: {sentence}"):
+            generate(sharded, PROMPTS[0], max_new_tokens=4)
+    assert generate(sharded, PROMPTS[0], max_new_tokens=4).finish == "length"
 
 
 # --- the command ----------------------------------------------------------------------------------
