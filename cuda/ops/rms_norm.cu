@@ -108,8 +108,10 @@ __device__ float SumOfTeam(const Team& team, float value) {
     __shared__ float sums[kMaxThreads / 32];
     const int lane = threadIdx.x % 32, warps = team.threads() / 32;
     for (int lanes = 16; lanes > 0; lanes /= 2) value += __shfl_xor_sync(~0u, value, lanes);
+    __syncwarp();
     WaitForArrivals();
     if (lane < team.ctas) StoreToRank(&sums[team.thread() / 32], lane, value);
+    __syncwarp();
     ReleaseToCluster();
     WaitForArrivals();
     value = lane < warps ? sums[lane] : 0;
