@@ -14,20 +14,6 @@ __device__ inline int ClusterRank() {
   return static_cast<int>(rank);
 }
 
-// CTAs of this cluster.
-__device__ inline int ClusterCtas() {
-  uint32_t count;
-  asm("mov.u32 %0, %%cluster_nctarank;\n" : "=r"(count));
-  return static_cast<int>(count);
-}
-
-// Of this cluster in the grid, whose clusters lie along x.
-__device__ inline int ClusterNumber() {
-  uint32_t number;
-  asm("mov.u32 %0, %%clusterid.x;\n" : "=r"(number));
-  return static_cast<int>(number);
-}
-
 // The address in the CTA of this rank that corresponds to `shared` in this CTA.
 __device__ inline uint32_t MapToRank(uint32_t shared, int rank) {
   uint32_t mapped;

@@ -84,12 +84,12 @@ struct Team {
   __device__ int threads() const { return ctas * static_cast<int>(blockDim.x); }
 };
 
+// 2^cta_shift CTAs share a row.
 template <bool kSpread>
-__device__ Team FindTeam() {
-#if __CUDA_ARCH__ >= 900
-  if constexpr (kSpread) return {ClusterNumber(), ClusterRank(), ClusterCtas()};
-#endif
-  return {static_cast<int>(blockIdx.x), 0, 1};
+__device__ Team FindTeam(int cta_shift) {
+  const auto cta = static_cast<int>(blockIdx.x);
+  if constexpr (!kSpread) return {cta, 0, 1};
+  return {cta >> cta_shift, cta & ((1 << cta_shift) - 1), 1 << cta_shift};
 }
 
 // Team sums: call this early, since CTAs write to each other's memory only after all have started.
@@ -176,9 +176,9 @@ __device__ void StoreRounded(const Vector<T>& result, const Divisor& divisor, ui
 // Type of the normalized rows: T, or 8 bits.
 enum class Form { kFloats, kInt8, kE4m3 };
 
-// CTAs and threads of a row.
-constexpr int kMaxSpread = 8, kMaxSpreadThreads = 256;
-static_assert(kMaxThreads <= kMaxSpread / 2 * kMaxSpreadThreads);
+// log2 of the CTAs of a row at most, and threads of each.
+constexpr int kMaxSpreadShift = 3, kMaxSpreadThreads = 256;
+static_assert(kMaxThreads <= kMaxSpreadThreads << (kMaxSpreadShift - 1));
 static_assert(kMaxThreads / 32 <= kMaxExchangeWarps && kElements == kExchangeColumns);
 
 // Maximum number of threads of a CTA.
@@ -195,9 +195,9 @@ template <typename T, Form kForm, int kVectors, bool kAligned, bool kParts>
 __global__ void __launch_bounds__(ThreadsOfCta<kParts>(), kForm == Form::kFloats ? 0 : 1)
     RmsNormKernel(const T* x, const void* addend, bool wide_addend, const void* scale,
                   bool wide_scale, T* sum, void* out, float* out_scale, int vectors, float epsilon,
-                  const __grid_constant__ Exchange exchange) {
+                  int cta_shift, const __grid_constant__ Exchange exchange) {
   LaunchDependents();
-  const Team team = FindTeam<kParts>();
+  const Team team = FindTeam<kParts>(cta_shift);
   if (scale != nullptr) StartSum<kParts>(team);
   const int64_t row = int64_t{team.row} * vectors;
   Vector<float> scales[kVectors];
@@ -263,7 +263,7 @@ __global__ void __launch_bounds__(ThreadsOfCta<kParts>(), kForm == Form::kFloats
 
 template <typename T>
 using KernelFunction = void (*)(const T*, const void*, bool, const void*, bool, T*, void*, float*,
-                                int, float, Exchange);
+                                int, float, int, Exchange);
 
 // Template arguments of the kernel, as values.
 struct Variant {
@@ -302,19 +302,19 @@ Form FormOf(ElementType out) {
                                      : Form::kFloats;
 }
 
-// CTAs that share a row: all of 8 SMs for few rows; fewer for many rows, which leave more SMs to the next product.
-int CtasOfRow(const RmsNorm& norm, int warps, const Device& device) {
-  if (norm.exchange.parts == 1 || device.architecture < 90) return 1;
-  int ctas = norm.rows <= 8 ? kMaxSpread : kMaxSpread / 2;
-  while (ctas > warps) ctas /= 2;
-  return ctas;
+// log2 of the CTAs that share a row: fewer for many rows, which leave more SMs to the next product.
+int CtaShift(const RmsNorm& norm, int warps, const Device& device) {
+  if (norm.exchange.parts == 1 || device.architecture < 90) return 0;
+  int shift = norm.rows <= 8 ? kMaxSpreadShift : kMaxSpreadShift - 1;
+  while (1 << shift > warps) --shift;
+  return shift;
 }
 
 template <typename T>
 cudaError_t Launch(const RmsNorm& norm, const Device& device, cudaStream_t stream) {
   const int vectors = static_cast<int>(norm.columns / kElements);
   const int warps = static_cast<int>(std::min<int64_t>(kMaxThreads / 32, CeilDiv(vectors, 32)));
-  const int ctas = CtasOfRow(norm, warps, device);
+  const int cta_shift = CtaShift(norm, warps, device), ctas = 1 << cta_shift;
   const LaunchConfig launch(norm.rows * ctas, static_cast<int>(CeilDiv(warps, ctas)) * 32, 0,
                             stream, device.compute_capability >= 90, ctas > 1 ? ctas : 0);
   const bool aligned = IsAligned(norm.x) && IsAligned(norm.addend) && IsAligned(norm.scale) &&
@@ -324,7 +324,8 @@ cudaError_t Launch(const RmsNorm& norm, const Device& device, cudaStream_t strea
   return cudaLaunchKernelEx(&launch.config, kernel, static_cast<const T*>(norm.x), norm.addend,
                             norm.addend_type == ElementType::kF32, norm.scale,
                             norm.scale_type == ElementType::kF32, static_cast<T*>(norm.sum),
-                            norm.out, norm.out_scale, vectors, norm.epsilon, norm.exchange);
+                            norm.out, norm.out_scale, vectors, norm.epsilon, cta_shift,
+                            norm.exchange);
 }
 
 template <typename T>
