@@ -82,8 +82,9 @@ class Patience {
   __device__ bool Lasts() {
     if (++polls_ % kPollsBetweenChecks != 0) return true;
     if (LoadFromSystem(&e_.states[e_.rank]->stopped) != 0) return false;
-    uint64_t now;
-    asm volatile("mov.u64 %0, %%globaltimer;\n" : "=l"(now));
+    uint64_t nanoseconds;
+    asm volatile("mov.u64 %0, %%globaltimer;\n" : "=l"(nanoseconds));
+    const auto now = static_cast<uint32_t>(nanoseconds >> 20);
     if (polls_ == kPollsBetweenChecks) start_ = now;
     return now - start_ < e_.patience;
   }
@@ -91,7 +92,7 @@ class Patience {
  private:
   const Exchange& e_;
   uint32_t polls_ = 0;
-  uint64_t start_ = 0;
+  uint32_t start_ = 0;
 };
 
 // Marks the group as stopped by a wait for rank `from`, unless another wait did.

@@ -26,10 +26,10 @@ struct ExchangeState {
 
 // The exchange memory, as seen by one device. Arrays are by rank.
 struct Exchange {
-  int parts = 1;                       // devices of the group
-  int rank = 0;                        // of this device in the group
-  int row_pieces = 0;                  // 16-byte pieces of a row in an inbox
-  uint64_t patience = 20'000'000'000;  // nanoseconds that a kernel waits for a row
+  int parts = 1;               // devices of the group
+  int rank = 0;                // of this device in the group
+  int row_pieces = 0;          // 16-byte pieces of a row in an inbox
+  uint32_t patience = 20'000;  // in 2^20 nanoseconds: how long a kernel waits for a row
   ExchangeState* states[kMaxExchangeParts] = {};
   uint4* inboxes[kMaxExchangeParts] = {};
   uint32_t* failure = nullptr;  // host memory: FailedWait of the wait that gave up, or 0

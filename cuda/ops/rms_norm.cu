@@ -181,8 +181,9 @@ constexpr int kMaxSpreadShift = 3, kMaxSpreadThreads = 256;
 static_assert(kMaxThreads <= kMaxSpreadThreads << (kMaxSpreadShift - 1));
 static_assert(kMaxThreads / 32 <= kMaxExchangeWarps && kElements == kExchangeColumns);
 
-// For the compiler: maximum number of threads of a CTA, and CTAs of an SM.
-template <Form kForm, bool kParts>
+// For the compiler: maximum number of threads of a CTA, and CTAs of an SM. 128 threads with 80 registers fit on an SM
+// with two CTAs of qmm_sm90_stream at one row, so they start before these end.
+template <Form kForm, int kVectors, bool kParts>
 struct Bounds {
 #if __CUDA_ARCH__ >= 900
   static constexpr bool kSpread = kParts;
@@ -190,12 +191,13 @@ struct Bounds {
   static constexpr bool kSpread = false;
 #endif
   static constexpr int kThreads = kSpread ? kMaxSpreadThreads : kMaxThreads;
-  static constexpr int kCtas = kSpread ? 2 : kForm == Form::kFloats ? 0 : 1;
+  static constexpr int kCtas = kSpread ? 4 - kVectors : kForm == Form::kFloats ? 0 : 1;
 };
 
 // kVectors: vectors per thread. kAligned: all buffers are 16-byte aligned. kParts: the addend is a partial sum.
 template <typename T, Form kForm, int kVectors, bool kAligned, bool kParts>
-__global__ void __launch_bounds__(Bounds<kForm, kParts>::kThreads, Bounds<kForm, kParts>::kCtas)
+__global__ void __launch_bounds__(Bounds<kForm, kVectors, kParts>::kThreads,
+                                  Bounds<kForm, kVectors, kParts>::kCtas)
     RmsNormKernel(const T* x, const void* addend, bool wide_addend, const void* scale,
                   bool wide_scale, T* sum, void* out, float* out_scale, int vectors, float epsilon,
                   int cta_shift, const __grid_constant__ Exchange exchange) {

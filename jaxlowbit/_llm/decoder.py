@@ -255,7 +255,10 @@ class Decoder(nnx.Module):
             return (take(table, tokens) * self.config.embedding_scale).astype(self.dtype)
         own, there = self.division.own_columns(tokens, self.config.vocabulary, table.shape[-1])
         x = jnp.where(there[..., None], take(table, own), 0)
-        return self.division.add_rows(x * self.config.embedding_scale, self.dtype)
+        x = x * self.config.embedding_scale
+        if tokens.shape[-1] > 1:
+            return self.division.add(x).astype(self.dtype)
+        return self.division.add_rows(x, self.dtype)
 
     def logits(self, x: Array) -> Array:
         """The logits, float32 (..., vocabulary), of what `forward` returns (..., width)."""
