@@ -314,4 +314,4 @@ def add_over_devices(parts: Array, dtype: Any, devices: Sequence[int]) -> Array:
 def exchange_failure() -> str:
     """A sentence if devices that add parts within calls stopped since the last call of this, else
     an empty string. The next program runs normally."""
-    return "" if unavailable("cuda") is not None else ffi.take_exchange_failure()
+    return "" if UNAVAILABLE["cuda"] is not None else ffi.take_exchange_failure()
