@@ -231,9 +231,8 @@ class Sequence {
       return InvalidArgument("several devices add " + std::to_string(rows) + " rows but at most " +
                              std::to_string(kMaxExchangeRows) + " are possible.");
     }
-    if (const std::string failure = ExchangeFailure(); !Executes() && !failure.empty()) {
-      return ffi::Error::Internal(failure);
-    }
+    const std::string failure = Executes() ? "" : ExchangeFailure();
+    if (!failure.empty()) return ffi::Error::Internal(failure);
     const std::vector<int> devices(group->begin(), group->end());
     return ToError(FindExchange(devices, place_.device, columns, &exchange_),
                    "finding memory that " + std::to_string(devices.size()) + " devices share for " +
