@@ -29,14 +29,17 @@ enum class ElementType { kF32, kBf16, kF16, kE8m0, kE4m3, kInt8, kSuper, kInt32 
 // 8-bit type that a product rounds its lhs to.
 enum class Rounding { kNone, kInt8, kE4m3 };
 enum class ZeroKind { kNone, kInteger, kFloat };
-enum class Activation { kNone, kSilu, kGelu, kGeluTanh, kRelu };
+// kGptOss also clamps up, to kGptOssLimit, and adds 1 to it (kernels/epilogue.cuh).
+enum class Activation { kNone, kSilu, kGelu, kGeluTanh, kRelu, kGptOss };
+inline constexpr float kGptOssLimit = 7;
 
 // Names of types and activations in Python and the driver, in enum order.
 inline constexpr const char* kElementTypeNames[] = {
     "float32", "bfloat16", "float16", "float8_e8m0fnu", "float8_e4m3fn", "int8", "uint8", "int32"};
 inline constexpr const char* kRoundingNames[] = {"none", "int8", "float8_e4m3fn"};
 inline constexpr const char* kZeroKindNames[] = {"none", "integer", "float"};
-inline constexpr const char* kActivationNames[] = {"none", "silu", "gelu", "gelu_tanh", "relu"};
+inline constexpr const char* kActivationNames[] = {"none", "silu", "gelu", "gelu_tanh", "relu",
+                                             "gpt_oss"};
 
 // Names of codebooks, in enum order.
 inline constexpr const char* kCodebookNames[] = {"none", "table", "e2m1", "e4m3", "e5m2"};

@@ -168,6 +168,7 @@ std::string Unsupported(const std::vector<int64_t>& product, int compute_capabil
 std::string CompiledFor(const std::vector<int64_t>& product) {
   const QuantizedMatmul problem = ProductOf(product);
   if (Is8Bit(problem.lhs)) return "8-bit activations";
+  if (problem.is_ragged()) return "rows in groups";
   if (problem.codebook != Codebook::kNone) return "codebooks";
   if (Is8Bit(problem.scale)) return "8-bit scales";
   if (!IsPrebuiltFormat(Family::kSm80, problem)) return std::to_string(problem.bits) + " bits";

@@ -28,6 +28,8 @@ Form FormOf(const Epilogue& epilogue) {
       return epilogue.gated ? Form::kOther : Form::kRelu;
     case Activation::kGelu:
       return epilogue.gated ? Form::kOther : Form::kGelu;
+    case Activation::kGptOss:
+      return Form::kOther;
   }
   return Form::kOther;
 }
