@@ -27,8 +27,9 @@ Form FormOf(const Epilogue& epilogue) {
       return epilogue.gated ? Form::kOther : Form::kRelu;
     case Activation::kGelu:
       return epilogue.gated ? Form::kOther : Form::kGelu;
+    default:
+      return Form::kOther;
   }
-  return Form::kOther;
 }
 
 Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Choice& choice,
