@@ -102,8 +102,6 @@ __device__ inline float Gelu(float x) {
 
 __device__ inline float Relu(float x) { return x < 0.0f ? 0.0f : x; }
 
-// gpt-oss clamps the gate from above and up from both sides, and adds 1 to up.
-// https://github.com/openai/gpt-oss
 inline constexpr SigmoidForm kGptOssForm = {-1.702f * 1.44269504f, 0.0f};
 
 __device__ inline float GptOssUp(float up) {

@@ -28,10 +28,9 @@ Form FormOf(const Epilogue& epilogue) {
       return epilogue.gated ? Form::kOther : Form::kRelu;
     case Activation::kGelu:
       return epilogue.gated ? Form::kOther : Form::kGelu;
-    case Activation::kGptOss:
+    default:
       return Form::kOther;
   }
-  return Form::kOther;
 }
 
 Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Choice& choice,
