@@ -27,7 +27,7 @@ from .._core.columns import take_columns
 from ..checkpoint._files import AGAIN, read_json
 from ..checkpoint._replace import new_folder
 from ..checkpoint._saved import KEY, Saved, read_saved, write
-from .config import Config, RopeScaling
+from .config import Config, RopeScaling, is_matrix
 from .decoder import Decoder
 from .gguf_file import File
 from .tokenizer import Tokenizer
@@ -48,7 +48,6 @@ _LISTS = {
     "qkv": ("q", "k", "v"),
     "biases": ("q_bias", "k_bias", "v_bias"),
     "gate_up": ("gate", "up"),
-    "gate_up_biases": ("gate_bias", "up_bias"),
 }
 """The weights of a block that share a list of variables."""
 
@@ -185,7 +184,7 @@ def read_model(path: Path) -> Model:
     for name, shape in expected.items():
         leaf = weights[name]
         floats = not isinstance(leaf, QuantizedArray) and jnp.issubdtype(leaf.dtype, jnp.floating)
-        quantized = isinstance(leaf, QuantizedArray) and len(shape) == 2
+        quantized = isinstance(leaf, QuantizedArray) and is_matrix(name)
         if tuple(leaf.shape) != shape or not (floats or quantized):
             raise ValueError(
                 f"{path}: the array {name!r} is {checks.brief(leaf)} of shape {leaf.shape}, but "
