@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 RopePairs = Literal["neighbours", "halves"]
-Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
+Activation = Literal["silu", "gelu_tanh", "gpt_oss"]
 NormPlacement = Literal["pre", "post", "pre_and_post"]
 QkNorm = Literal["head", "all"]
 WindowLayers = Literal["none", "all", "upper", "pattern", "unrotated"]
@@ -684,7 +684,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             null_is_default=frozenset({"rope_parameters"}),
         ),
         parts={
-            "activation": "clamped_swiglu",
+            "activation": "gpt_oss",
             "mlp_bias": True,
             "router_bias": True,
             "sinks": True,

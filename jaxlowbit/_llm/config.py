@@ -196,7 +196,7 @@ class Config:
       of the output projection, and of the three projections of the MLP.
     - `tied_head`: whether the embedding table is also the head.
     - `activation`: activation of the gate, `"silu"` or `"gelu_tanh"`, or, of experts,
-      `"clamped_swiglu"`, gpt-oss's (`jaxlowbit.quantized_moe`).
+      `"gpt_oss"`, gpt-oss's (`jaxlowbit.quantized_moe`).
     - `experts`, `experts_per_token`: in models whose MLPs are mixtures of experts, the number of
       experts and the number that each token takes; `hidden` is the width of one. 0 for one MLP.
     - `normalized_experts`: whether the weights of the experts of a token are divided by their sum.
@@ -313,9 +313,9 @@ class Config:
                     f"Config: {name}={getattr(self, name)!r} without experts; set experts, or "
                     f"leave {name} out."
                 )
-        if self.activation == "clamped_swiglu":
+        if self.activation == "gpt_oss":
             raise ValueError(
-                "Config: activation='clamped_swiglu' without experts, whose activation it is; set "
+                "Config: activation='gpt_oss' without experts, whose activation it is; set "
                 "experts, or use 'silu'."
             )
 

@@ -123,7 +123,7 @@ def _activation(known: Fields, entry: Architecture) -> dict[str, str]:
             f"{known.path}: the activation is {activation!r}, but the decoder here has "
             f"{', '.join(_ACTIVATIONS)}; use another model."
         )
-    if entry.parts.get("activation") != "clamped_swiglu":
+    if entry.parts.get("activation") != "gpt_oss":
         return {"activation": _ACTIVATIONS[activation]}
     constants = {"hidden_act": "silu", "swiglu_alpha": 1.702, "swiglu_limit": 7.0}
     for name, value in constants.items():

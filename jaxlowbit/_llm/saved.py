@@ -50,6 +50,8 @@ _LISTS = {
     "gate_up": ("gate", "up"),
 }
 """The weights of a block that share a list of variables."""
+_STACKS = {"gate_bias": ("gate_up_bias", 0), "up_bias": ("gate_up_bias", 1)}
+"""Weights of a block that are parts of one variable."""
 
 
 # --- writing --------------------------------------------------------------------------------------
@@ -85,6 +87,9 @@ def _weight(decoder: Decoder, name: str) -> Any:
         return getattr(decoder, name).get_value()
     _, number, own = name.split(".")
     block = decoder.blocks[int(number)]
+    if own in _STACKS:
+        attribute, i = _STACKS[own]
+        return getattr(block, attribute).get_value()[i]
     for attribute, names in _LISTS.items():
         if own in names:
             variables, i = getattr(block, attribute), names.index(own)

@@ -3,7 +3,9 @@
 Weights, names and keys of the GGUF files are written as llama.cpp's converter does.
 """
 
+import itertools
 import math
+import re
 from typing import Any
 
 import jax.numpy as jnp
@@ -25,7 +27,15 @@ LOGITS = np.load(PATH)
 # Architectures without GGUF files: llama.cpp has none, or its files lack the layers with a window.
 FOLDERS_ONLY = ("ministral", "qwen2, windows")
 # `general.architecture`, if it is not the model's type.
-RENAMED = {"mistral": "llama", "ministral3": "mistral3", "gemma3_text": "gemma3", "olmo3": "olmo2"}
+RENAMED = {
+    "mistral": "llama",
+    "ministral3": "mistral3",
+    "gemma3_text": "gemma3",
+    "olmo3": "olmo2",
+    "mixtral": "llama",
+    "qwen3_moe": "qwen3moe",
+    "gpt_oss": "gpt-oss",
+}
 
 
 def hf_weights(config: Config) -> dict[str, np.ndarray]:
@@ -33,15 +43,18 @@ def hf_weights(config: Config) -> dict[str, np.ndarray]:
     entry: Any = ARCHITECTURES[config.architecture].huggingface
     shapes, found = config.shapes(), {}
     for tensor, ours in entry.tensors.items():
-        stem, _, last = ours.rpartition(".")
-        for layer in range(config.layers if "N." in ours else 1):
+        layers = range(config.layers if "N." in ours else 1)
+        experts = range(config.experts if ours.endswith(".E") else 1)
+        for layer, expert in itertools.product(layers, experts):
+            stem, _, last = ours.removesuffix(".E").rpartition(".")
             parts = [f"{stem}.{part}" if stem else part for part in FUSED.get(last, (last,))]
             parts = [part.replace("N", str(layer)) for part in parts]
             if parts[0] not in shapes:
                 continue
-            first = shapes[parts[0]][:-1]
-            shape = (sum(shapes[part][-1] for part in parts), *first[::-1])
-            name = tensor.replace("N", str(layer))
+            first, n = shapes[parts[0]][:-1], sum(shapes[part][-1] for part in parts)
+            stack = len(first) == 2 and not ours.endswith(".E")
+            shape = (*first, n) if stack or last.endswith("_bias") else (n, *first[-1:])
+            name = tensor.replace("N", str(layer)).replace(".E.", f".{expert}.")
             name = name if name.startswith("lm_head") else f"model.{name}"
             found[name] = weight(name, shape)
     return found
@@ -121,6 +134,14 @@ def keys_of(name: str, architecture: str) -> dict[str, Any]:
         found[keys.Rope.SCALING_FACTOR] = rope["factor"]
         if original := rope.get("original_max_position_embeddings"):
             found[keys.Rope.SCALING_ORIG_CTX_LEN] = original
+    if experts := config.get("num_local_experts") or config.get("num_experts"):
+        found[keys.LLM.EXPERT_COUNT] = experts
+        found[keys.LLM.EXPERT_USED_COUNT] = config["num_experts_per_tok"]
+        if architecture != "llama":
+            size = config.get("moe_intermediate_size", config["intermediate_size"])
+            found[keys.LLM.EXPERT_FEED_FORWARD_LENGTH] = size
+    if "norm_topk_prob" in config:
+        found[keys.LLM.EXPERT_WEIGHTS_NORM] = config["norm_topk_prob"]
     if "llama_4_scaling_beta" in rope:
         found[keys.Rope.SCALING_YARN_LOG_MUL] = rope["mscale_all_dim"]
         found[keys.Attention.TEMPERATURE_SCALE] = rope["llama_4_scaling_beta"]
@@ -129,13 +150,39 @@ def keys_of(name: str, architecture: str) -> dict[str, Any]:
     return {"general.architecture": architecture} | own | BPE | tokens
 
 
+# Converters join the tensors of experts under these names.
+EXPERTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+
+
+def stacked(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Tensors with one stack (experts, out, in) for the experts of a layer, and gate and up of
+    gpt-oss apart."""
+    found, experts = {}, {}
+    for key, value in weights.items():
+        if single := re.fullmatch(r"(.*\.experts)\.\d+\.(\w+)\.weight", key):
+            stem = single[1].replace("block_sparse_moe", "mlp")
+            name = f"{stem}.{EXPERTS.get(single[2], single[2])}.weight"
+            experts.setdefault(name, []).append(value)
+        elif ".experts." in key:
+            stem, kind = (key[:-5], "bias") if key.endswith("_bias") else (key, "weight")
+            value = value if kind == "bias" else value.swapaxes(1, 2)
+            if stem.endswith("gate_up_proj"):
+                for i, part in enumerate(("gate_proj", "up_proj")):
+                    found[f"{stem[:-12]}{part}.{kind}"] = value[:, i::2]
+            else:
+                found[f"{stem}.{kind}"] = value
+        else:
+            found[key + ".weight" if key.endswith("sinks") else key] = value
+    return found | {name: np.stack(values) for name, values in experts.items()}
+
+
 def tensors_of(name: str, architecture: str, weights: dict[str, np.ndarray]) -> dict[str, Any]:
     """The tensors that llama.cpp's converter writes for a model, by the names in its table."""
     config = CASES[name]
     kinds = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(kinds[architecture], config["num_hidden_layers"])
     found = {}
-    for key, value in weights.items():
+    for key, value in stacked(weights).items():
         stem, _, suffix = key.rpartition(".")
         if architecture.startswith("gemma") and key.endswith("norm.weight"):
             value = value + 1
