@@ -243,9 +243,7 @@ def _blocks(sizes: Array, offset: Array, m: int, experts: int) -> _Blocks:
     owned = jnp.clip(owner, 0, experts - 1)
     place = firsts[owned] * size + row - starts[owned]
     has = (owner == owned) & (row < ends[owned])
-    return _Blocks(
-        jnp.where(held, rows, m), expert, lasts[-1], jnp.where(has, place, count * size)
-    )
+    return _Blocks(jnp.where(held, rows, m), expert, lasts[-1], jnp.where(has, place, count * size))
 
 
 def _block_size(m: int, experts: int) -> int:
@@ -276,9 +274,7 @@ def check_activation(caller: str, activation: Any, *, pairs: bool) -> None:
     checks.choice(caller, "activation", activation, names, optional=True)
 
 
-def check_rows(
-    caller: str, lhs: Any, rhs: QuantizedArray, lhs_qtype: Any, options: Options
-) -> Any:
+def check_rows(caller: str, lhs: Any, rhs: QuantizedArray, lhs_qtype: Any, options: Options) -> Any:
     """Checks a row of lhs against every matrix; returns the 8-bit dtype of rounded rows or None.
 
     **Raises:** as `quantized_matmul`.

@@ -32,7 +32,7 @@ _ACTIVATIONS: dict[str | None, Callable[[Array], Array]] = {
 }
 
 GPT_OSS_ALPHA, GPT_OSS_LIMIT = 1.702, 7.0
-"""Constants of gpt-oss's activation (`swiglu` in its `torch/model.py`, github.com/openai/gpt-oss)."""
+"""Constants of `swiglu` in `gpt_oss/torch/model.py` of github.com/openai/gpt-oss."""
 
 
 def check_activation(caller: str, activation: Any, *, optional: bool = False) -> None:
