@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..checkpoint._files import FLOATS, Tensor
+from ..checkpoint._files import AGAIN, FLOATS, Tensor
 from ..checkpoint._matrix import Matrix
 from .architectures import fused
 from .config import Config, is_matrix
@@ -42,12 +42,20 @@ def lists_of(path: Path, weights: Mapping[str, Any], experts: int) -> dict[str, 
         else:
             singles.setdefault(stem, {})[number] = weight
     for stem, tensors in singles.items():
-        if stem in found or tensors.keys() != set(range(experts)):
-            odd = min(tensors.keys() ^ set(range(experts)), default=0)
-            reason = "is also one tensor" if stem in found else f"of expert {odd} is not there once"
+        missing = [i for i in range(experts) if i not in tensors]
+        if missing or stem in found:
+            fault = (
+                f"expert {missing[0]} of {stem!r} is missing"
+                if missing
+                else (f"the weight {stem!r} is also one tensor")
+            )
             raise ValueError(
-                f"{path}: the weight {stem!r} {reason}, but the model has {experts} experts with "
-                "a tensor each; fetch the files again."
+                f"{path}: {fault}, but each of {experts} experts has one tensor; {AGAIN}."
+            )
+        if beyond := [i for i in tensors if i >= experts]:
+            raise ValueError(
+                f"{path}: the weight {stem!r} has expert {beyond[0]}, but there are {experts}, "
+                f"counted from 0; {AGAIN}."
             )
         found[stem] = [tensors[i] for i in range(experts)]
     return found
