@@ -43,8 +43,9 @@ class Decoder(nnx.Module):
 
     - `config`: sizes and kinds.
     - `weights`: by name. Matrices are (in, out), quantized or float: `layers.N.{q,k,v,o}`,
-      `layers.N.{gate,up,down}`, with experts stacks (experts, in, out), `head` (width, vocabulary) unless `config.tied_head`, and
-      `embedding` (width, vocabulary), whose columns are looked up. Vectors are floats:
+      `layers.N.{gate,up,down}`, with experts stacks (experts, in, out), `head` (width, vocabulary)
+      unless `config.tied_head`, and `embedding` (width, vocabulary), whose columns are looked up.
+      Vectors are floats:
       `layers.N.{attention_norm,mlp_norm}`, `final_norm`, and, if the configuration has them,
       `layers.N.{q,k,v,o,gate,up,down}_bias`, `layers.N.{q,k}_norm`, `layers.N.{q,k}_all_norm` and
       `layers.N.post_{attention,mlp}_norm`, `layers.N.sinks`; so is `layers.N.router` (width,

@@ -7,7 +7,6 @@ experts are floats, the choices are sorted by expert here, and every stack is a 
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 

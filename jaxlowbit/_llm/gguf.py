@@ -438,9 +438,9 @@ def weights_of(file: File, config: Config) -> dict[str, Any]:
         )
     if extra := [name for name in found if name not in expected]:
         first = found[extra[0]]
+        where = file.where(first[0] if isinstance(first, list) else first)
         raise ValueError(
-            f"{file.where(first[0] if isinstance(first, list) else first)} is beyond what the metadata says, "
-            f"{config.layers} layers; {AGAIN}."
+            f"{where} is beyond what the metadata says, {config.layers} layers; {AGAIN}."
         )
     for name, shape in expected.items():
         if len(shape) == 3 and not isinstance(found[name], list):
