@@ -162,7 +162,7 @@ class _RaggedDot(Call):
             addend = None if bias is None else bias[..., expert, :]
             return self._multiply(x, _expert(rhs, expert), addend)
 
-        xs = jax.tree.map(lambda leaf: leaf.at[blocks.rows].get(mode="fill", fill_value=0), lhs)
+        xs = jax.tree.map(lambda leaf: _rows(leaf, blocks.rows), lhs)
         if not self.counted:
             out = lax.map(lambda block: product(*block), (xs, blocks.expert))
         else:
@@ -170,11 +170,14 @@ class _RaggedDot(Call):
             out, *_ = equally_varying(zeros, *jax.tree.leaves((xs, blocks)))
 
             def step(i: Array, out: Array) -> Array:
-                x, expert = jax.tree.map(lambda leaf: leaf[i], (xs, blocks.expert))
+                x, expert = jax.tree.map(
+                    lambda leaf: lax.dynamic_index_in_dim(leaf, i, keepdims=False),
+                    (xs, blocks.expert),
+                )
                 return lax.dynamic_update_index_in_dim(out, product(x, expert), i, 0)
 
             out = lax.fori_loop(jnp.int32(0), blocks.used, step, out)
-        return (out.reshape(-1, n).at[blocks.place].get(mode="fill", fill_value=0),)
+        return (_rows(out.reshape(-1, n), blocks.place),)
 
     def _multiply(self, x: Any, weight: QuantizedArray, bias: Array | None) -> Array:
         """The product of a block with a matrix, or a pair, and its epilogue."""
@@ -201,6 +204,11 @@ class _RaggedDot(Call):
         return epilogue.gated(gate, up, self.activation, self.options.preferred_element_type)
 
 
+def _rows(array: Array, rows: Array) -> Array:
+    """Rows of an array (r, n), zeros for rows from r on."""
+    return jnp.take(array, rows, axis=0, mode="fill", fill_value=0)
+
+
 class _Blocks(NamedTuple):
     """Blocks of rows, each of one expert; the first `used` have rows.
 
@@ -216,34 +224,41 @@ class _Blocks(NamedTuple):
 
 
 def _blocks(sizes: Array, offset: Array, m: int, experts: int) -> _Blocks:
-    """Divides the rows of the experts into blocks; there are never more than `count`."""
-    size, groups = _block_size(m, experts), sizes.shape[0]
+    """Divides the rows of the experts into blocks, of which there are at most `count`."""
+    size, int32 = _block_size(m, experts), jnp.int32
     count = (m + (size - 1) * min(experts, m)) // size
-    all_ends = lax.associative_scan(lambda x, y: jnp.minimum(x + y, m), jnp.clip(sizes, 0, m))
-    all_ends = jnp.concatenate([jnp.zeros(1, jnp.int32), all_ends])  # group g: from g to g + 1
-    offset = jnp.clip(offset, -experts, groups)
-    own = offset + jnp.arange(experts, dtype=jnp.int32)
-    inside = (own >= 0) & (own < groups)
-    starts, ends = (jnp.where(inside, all_ends[jnp.clip(own + i, 0, groups)], 0) for i in (0, 1))
+    bounds = _bounds(sizes, offset, m, experts)
+    starts, ends = bounds[:-1], bounds[1:]
     counts = (ends - starts + size - 1) // size
-    lasts = jnp.cumsum(counts, dtype=jnp.int32)
-    firsts = lasts - counts
+    lasts = jnp.cumsum(counts, dtype=int32)
+    table = jnp.stack([starts, ends, lasts - counts])
 
-    def found(ends: Array, values: Array) -> Array:
-        """The number of ends at or before each value."""
-        return jnp.sum(ends[None, :] <= values[:, None], axis=1, dtype=jnp.int32)
+    def owner(ends: Array, number: int) -> tuple[Array, Array]:
+        """The position in `ends` of the first that is larger, for each number from 0 on."""
+        numbers = jnp.arange(number, dtype=int32)
+        owners = jnp.sum(ends[None, :] <= numbers[:, None], axis=1, dtype=int32)
+        return numbers, jnp.minimum(owners, experts - 1)
 
-    block = jnp.arange(count, dtype=jnp.int32)
-    expert = jnp.minimum(found(lasts, block), experts - 1)
-    first = starts[expert] + (block - firsts[expert]) * size
-    rows = first[:, None] + jnp.arange(size, dtype=jnp.int32)[None, :]
-    held = (rows < ends[expert][:, None]) & (block < lasts[-1])[:, None]
-    row = jnp.arange(m, dtype=jnp.int32)
-    owner = found(all_ends[1:], row) - offset
-    owned = jnp.clip(owner, 0, experts - 1)
-    place = firsts[owned] * size + row - starts[owned]
-    has = (owner == owned) & (row < ends[owned])
-    return _Blocks(jnp.where(held, rows, m), expert, lasts[-1], jnp.where(has, place, count * size))
+    block, expert = owner(lasts, count)
+    start, end, first = jnp.take(table, expert, axis=1, mode="clip")
+    rows = (start + (block - first) * size)[:, None] + jnp.arange(size, dtype=int32)[None, :]
+    rows = jnp.where(rows < end[:, None], rows, m)  # also behind the last block with rows
+    row, own = owner(ends, m)
+    start, end, first = jnp.take(table, own, axis=1, mode="clip")
+    place = jnp.where((row >= start) & (row < end), first * size + row - start, count * size)
+    return _Blocks(rows, expert, lasts[-1], place)
+
+
+def _bounds(sizes: Array, offset: Array, m: int, experts: int) -> Array:
+    """The first row of each expert, and the end of the last one: int32 (experts + 1,)."""
+    sizes = jnp.clip(sizes, 0, m)
+    # The sum of wrong sizes may leave int32, but rows are fewer than 2^30.
+    beyond = jnp.cumsum(sizes.astype(jnp.float32)) > 2.0**30
+    ends = jnp.where(beyond, m, jnp.minimum(jnp.cumsum(sizes, dtype=jnp.int32), m))
+    # Groups before the first and behind the last one are empty.
+    ends = jnp.pad(jnp.pad(ends, (experts + 1, 0)), (0, experts), mode="edge")
+    start = jnp.clip(offset, -experts, sizes.shape[0]) + experts
+    return lax.dynamic_slice(ends, (start,), (experts + 1,))
 
 
 def _block_size(m: int, experts: int) -> int:
