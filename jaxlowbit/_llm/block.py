@@ -81,7 +81,9 @@ class Block(nnx.Module):
         self.mlp_norm = norm("mlp_norm") if pre else None
         gate, up = (weight_of(f"layers.{index}.{name}") for name in ("gate", "up"))
         self.gate_up = nnx.List(_paired(gate, up))
-        pair = [weight_of(f"layers.{index}.{x}_bias") for x in ("gate", "up") if config.mlp_bias]
+        pair: Any = [
+            weight_of(f"layers.{index}.{x}_bias") for x in ("gate", "up") if config.mlp_bias
+        ]
         self.gate_up_bias = variable(jnp.stack(pair)) if pair else None
         self.router = weight("router") if config.experts else None
         self.router_bias = weight("router_bias") if config.router_bias else None
@@ -299,6 +301,7 @@ class Block(nnx.Module):
         self, attended: Array, x: Array, following: "Block | None"
     ) -> tuple[Array, tuple[Array, ...]]:
         onward = self._onward(following)
+        activation: Any = self.config.activation  # gpt-oss's only with experts
         out = quantized_block(
             attended,
             x,
@@ -307,7 +310,7 @@ class Block(nnx.Module):
             gate_up=self.gate_up[0].get_value(),
             down=self.down.get_value(),
             following=onward,
-            activation=self.config.activation,
+            activation=activation,
             epsilon=self.config.norm_epsilon,
             lhs_qtype=self.lhs_qtype if self.rounds(x) else None,
         )
@@ -380,7 +383,8 @@ class Block(nnx.Module):
 
     def mlp(self, x: Array, dtype: Any) -> Array:
         """The gated MLP of a normalized x, accumulated in float32 and rounded to `dtype`."""
-        activation, down = self.config.activation, self.down.get_value()
+        activation: Any = self.config.activation
+        down = self.down.get_value()
         if len(self.gate_up) == 1 and not self.rounds(x) and self.gate_up_bias is None:
             gate_up = self.gate_up[0].get_value()
             if isinstance(down, QuantizedArray):

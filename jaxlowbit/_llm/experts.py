@@ -68,12 +68,12 @@ def mix(
       the results of all devices are added.
     """
     if len(gate_up) == 1 and isinstance(down, QuantizedArray):
-        pair: Any = gate_up[0]
+        stack: Any = gate_up[0]
         return quantized_moe(
             x,
             expert,
             weight,
-            pair,
+            stack,
             down,
             activation=activation,
             gate_up_bias=gate_up_bias,
@@ -97,14 +97,14 @@ def mix(
             options = {"lhs_qtype": lhs_qtype, "preferred_element_type": jnp.float32}
             out = quantized_ragged_dot(rows, stack, sizes, **options)
         else:
-            wide = {"preferred_element_type": jnp.float32}
-            out = lax.ragged_dot(rows, stack.astype(rows.dtype), sizes, **wide)
+            floats = stack.astype(rows.dtype)
+            out = lax.ragged_dot(rows, floats, sizes, preferred_element_type=jnp.float32)
         return out if bias is None else out + bias.astype(jnp.float32)[group % experts]
 
-    pair = (None, None) if gate_up_bias is None else gate_up_bias
+    pair = [None if gate_up_bias is None else gate_up_bias[i] for i in range(2)]
     gate, up = (product(rows, gate_up[i], pair[i]) for i in range(2))
     hidden = epilogue.gated(gate, up, activation, x.dtype)
     out = product(hidden, down, down_bias)
     out = jnp.zeros_like(out).at[order].set(out).reshape(*expert.shape, -1)
-    factors = jnp.where(here, weight, 0)[..., None]
-    return jnp.sum(out * factors, axis=-2).astype(dtype)
+    out = jnp.where(here[..., None], out * weight[..., None], 0)
+    return jnp.sum(out, axis=-2).astype(dtype)

@@ -345,8 +345,8 @@ def _scaling(
         )
     try:
         if kind == "yarn":
-            options = _yarn(known) | {"truncate": names.yarn_truncate}
-            yarn = RopeScaling("yarn", factor, original, **options)
+            fields = _yarn(known)
+            yarn = RopeScaling("yarn", factor, original, truncate=names.yarn_truncate, **fields)
             return yarn if own == 1 else replace(yarn, attention_factor=own * yarn.amplitude)
         if long:
             return RopeScaling(
@@ -430,24 +430,24 @@ def weights_of(file: File, config: Config) -> dict[str, Any]:
                 "here knows it, and leaving it out would change the model; use another model."
             )
     expected = config.shapes()
-    found = lists_of(file.path, _parts(file, found, expected), config.experts)
-    if missing := [name for name in expected if name not in found]:
+    weights = lists_of(file.path, _parts(file, found, expected), config.experts)
+    if missing := [name for name in expected if name not in weights]:
         raise ValueError(
             f"{file.path}: {len(missing)} weights of {len(expected)} are missing, the first is "
             f"{missing[0]!r}; {AGAIN}."
         )
-    if extra := [name for name in found if name not in expected]:
-        first = found[extra[0]]
+    if extra := [name for name in weights if name not in expected]:
+        first = weights[extra[0]]
         where = file.where(first[0] if isinstance(first, list) else first)
         raise ValueError(
             f"{where} is beyond what the metadata says, {config.layers} layers; {AGAIN}."
         )
     for name, shape in expected.items():
-        if len(shape) == 3 and not isinstance(found[name], list):
-            found[name] = _single(file, found[name], shape)
-        for tensor in found[name] if isinstance(found[name], list) else [found[name]]:
+        if len(shape) == 3 and not isinstance(weights[name], list):
+            weights[name] = _single(file, weights[name], shape)
+        for tensor in weights[name] if isinstance(weights[name], list) else [weights[name]]:
             _check(file, tensor, stored_shape(name, shape), is_matrix(name))
-    return {name: found[name] for name in expected}
+    return {name: weights[name] for name in expected}
 
 
 def _single(file: File, tensor: Tensor, shape: tuple[int, ...]) -> list[Tensor]:

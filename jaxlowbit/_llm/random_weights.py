@@ -46,7 +46,7 @@ def random_weights(
     for i, (name, shape) in enumerate(shapes.items()):
         own = jax.random.fold_in(key, i)
         if is_matrix(name) and format is not None:
-            weight = _matrices(own, *shape[-2:], format, dtype, shape[:-2])
+            weight = _matrices(own, shape, format, dtype)
         elif len(shape) > 1 and not name.endswith("_bias"):
             kind = dtype if is_matrix(name) else jnp.float32  # a router
             weight = jax.random.normal(own, shape, kind) * shape[-2] ** -0.5
@@ -57,10 +57,9 @@ def random_weights(
     return weights
 
 
-def _matrices(
-    key: Array, k: int, n: int, format: Format, dtype: Any, lead: tuple[int, ...]
-) -> QuantizedArray:
-    """A matrix (k, n), or with leading axes a stack."""
+def _matrices(key: Array, shape: tuple[int, ...], format: Format, dtype: Any) -> QuantizedArray:
+    """A matrix (k, n), or a stack (..., k, n)."""
+    *lead, k, n = shape
     groups = super_blocks.scale_shape(k, n, format)
     packed = jax.random.bits(key, (*lead, *layout.packed_shape(k, n, format.bits)), jnp.uint32)
     scale = math.sqrt(12 / k) / 2**format.bits
@@ -83,20 +82,19 @@ def _matrices(
     if format.scale == "two_level":
         scales, zeros = _two_levels(scale, middle, groups, format)
 
-    def everywhere(array: Array | None) -> Array | None:
-        return None if array is None else jnp.broadcast_to(array, (*lead, *array.shape))
+    def everywhere(array: Array) -> Array:
+        return jnp.broadcast_to(array, (*lead, *array.shape))
 
-    scales, zeros, tensor_scale = map(everywhere, (scales, zeros, tensor_scale))
     return QuantizedArray(
         packed=packed,
-        scale=of_codes(scales, format),
-        zero=zeros,
+        scale=of_codes(everywhere(scales), format),
+        zero=None if zeros is None else everywhere(zeros),
         index=None,
-        version=jnp.full(lead, layout.VERSION, jnp.uint32),
+        version=jnp.full(tuple(lead), layout.VERSION, jnp.uint32),
         format=format,
         k=k,
         n=n,
-        tensor_scale=tensor_scale,
+        tensor_scale=None if tensor_scale is None else everywhere(tensor_scale),
     )
 
 
