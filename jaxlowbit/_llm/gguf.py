@@ -450,6 +450,16 @@ def weights_of(file: File, config: Config) -> dict[str, Any]:
     return {name: weights[name] for name in expected}
 
 
+def whole(tensors: list[Tensor]) -> Tensor | None:
+    """The tensor that these matrices (out, in) are parts of, as one matrix; None if of several."""
+    first = tensors[0]
+    if any(tensor.name != first.name for tensor in tensors):
+        return None
+    rows, k = first.shape
+    count = len(tensors)
+    return first._replace(shape=(count * rows, k), nbytes=count * first.nbytes)
+
+
 def _single(file: File, tensor: Tensor, shape: tuple[int, ...]) -> list[Tensor]:
     """The matrices of a stack (experts, out, in)."""
     experts, k, n = shape

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from .._core.array import QuantizedArray
 from .._core.checks import boolean, brief, compute_dtype
 from .._core.format import Format, as_format, format_name
+from .._core.layout import ATOM
 from .._flax.report import aligned, backend_of, format_words, size_words
 from .._matmul.quantized_lhs import EXACT
 from ..checkpoint import _packing as packing
@@ -119,7 +120,8 @@ class _Source(NamedTuple):
     `rows(start, stop)` returns rows as floats. A quantized matrix has a `format`, and
     `pack(scale_dtype)` packs it as it is; both are None for floats. `packed(dtype)`, if the folder
     has packed weights, returns the weight without a copy, floats in `dtype`. A stack of experts has
-    a source for each in `experts`, and `rows` of none.
+    a source for each in `experts`. Its `whole`, or None, is the matrix of the rows of all experts,
+    if they are one tensor, and each is whole atoms.
     """
 
     where: str
@@ -131,6 +133,7 @@ class _Source(NamedTuple):
     forget: Callable[[], None]
     packed: Callable[[Any], Any] | None = None
     experts: tuple["_Source", ...] = ()
+    whole: Any = None
 
 
 class Header(NamedTuple):
@@ -325,6 +328,9 @@ def _file(path: Path) -> tuple[Config, dict[str, _Source], Tokenizer]:
     for name, found in gguf.weights_of(file, config).items():
         if isinstance(found, list):
             sources[name] = _stack([_of_gguf(file, tensor) for tensor in found])
+            whole = gguf.whole(found)
+            if whole is not None and found[0].shape[0] % ATOM == 0:
+                sources[name] = sources[name]._replace(whole=_of_gguf(file, whole))
         else:
             sources[name] = _of_gguf(file, found)
     return config, sources, Tokenizer.from_gguf(file)
@@ -430,7 +436,10 @@ def _check_exact(sources: Mapping[str, _Source], formats: Mapping[str, Format | 
     inexact = [
         source
         for name, source in sources.items()
-        if source.pack is not None and source.format is None and formats.get(name) is None
+        if source.pack is not None
+        and source.format is None
+        and formats.get(name) is None
+        and is_matrix(name)
     ]
     if inexact:
         raise ValueError(
@@ -466,8 +475,12 @@ def _weight(
             )
         return source.packed(dtype)
     if source.experts:
+        count, k, n = shape
         options = format, dtype, scale_dtype, quantizer
-        return _stacked([_weight(shape[1:], expert, *options) for expert in source.experts])
+        found = format or source.format
+        if source.whole is not None and found is not None and not found.has_tensor_scale:
+            return _divided(_weight((k, count * n), source.whole, *options), count)
+        return _stacked([_weight((k, n), expert, *options) for expert in source.experts])
     two_levels = scale_dtype == TWO_LEVELS
     scale_dtype = None if two_levels else scale_dtype
     if format is None and source.pack is not None:
@@ -478,6 +491,20 @@ def _weight(
     if format is not None:
         return packing.quantize_rows(source.rows, (n, k), format, scale_dtype or dtype, quantizer)
     return _floats(shape, source, dtype)
+
+
+def _divided(array: Any, count: int) -> QuantizedArray:
+    """A matrix (k, count * n), whose columns are those of `count` matrices, as a stack of them."""
+
+    def parts(leaf: Array | None) -> Array | None:
+        return None if leaf is None else leaf.reshape(count, -1, *leaf.shape[1:])
+
+    return dataclasses.replace(
+        array,
+        **{name: parts(getattr(array, name)) for name in ("packed", "scale", "zero")},
+        version=jnp.broadcast_to(array.version, (count,)),
+        n=array.n // count,
+    )
 
 
 def _stacked(experts: Sequence[QuantizedArray | Array]) -> QuantizedArray | Array:
