@@ -43,11 +43,13 @@ class Decoder(nnx.Module):
 
     - `config`: sizes and kinds.
     - `weights`: by name. Matrices are (in, out), quantized or float: `layers.N.{q,k,v,o}`,
-      `layers.N.{gate,up,down}`, `head` (width, vocabulary) unless `config.tied_head`, and
-      `embedding` (width, vocabulary), whose columns are looked up. Vectors are floats:
+      `layers.N.{gate,up,down}`, with experts stacks (experts, in, out), `head` (width, vocabulary)
+      unless `config.tied_head`, and `embedding` (width, vocabulary), whose columns are looked up.
+      Vectors are floats:
       `layers.N.{attention_norm,mlp_norm}`, `final_norm`, and, if the configuration has them,
       `layers.N.{q,k,v,o,gate,up,down}_bias`, `layers.N.{q,k}_norm`, `layers.N.{q,k}_all_norm` and
-      `layers.N.post_{attention,mlp}_norm`; `Config.shapes` lists them.
+      `layers.N.post_{attention,mlp}_norm`, `layers.N.sinks`; so is `layers.N.router` (width,
+      experts). `Config.shapes` lists them.
     - `dtype`: float32, bfloat16 or float16, of activations and the cache.
     - `lhs_qtype`: None, or `jnp.int8` or `jnp.float8_e4m3fn`: the inputs of products with
       quantized matrices of blocks are rounded to it, with a scale for each token
@@ -228,7 +230,7 @@ class Decoder(nnx.Module):
                 self.dtype, config.heads // parts, config.kv_heads // parts, config.head_size
             ),
             cached=cached,
-            softcap=config.attention_softcap is not None,
+            plain=config.attention_softcap is not None or config.sinks,
         )
         x = self.embed(tokens)
         products = self.blocks[0].project(x)
