@@ -67,6 +67,8 @@ def add_generate(parser: argparse.ArgumentParser) -> Run:
     logprobs = "print the log-probability of each token, and N likely ones with theirs"
     parser.add_argument("--logprobs", type=int, metavar="N", help=logprobs)
     parser.add_argument("--raw", action="store_true", help="without the chat template")
+    schema = "a JSON schema that the reply follows"
+    parser.add_argument("--schema", metavar="FILE", help=schema)
     _add_json(parser)
     return as_command(_generate)
 
@@ -283,7 +285,7 @@ def _generate(options: argparse.Namespace) -> None:
             "drop one of them."
         )
     header = open_file(options.model)
-    drawing = _drawing(options) | {"logprobs": options.logprobs}
+    drawing = _drawing(options) | {"logprobs": options.logprobs, "schema": _schema(options.schema)}
     request = Request.of("generate", header, n=options.n, template_options=None, **drawing)
     prompt: Any = text
     if not options.raw:
@@ -306,6 +308,22 @@ def _generate(options: argparse.Namespace) -> None:
     if options.json:
         found = [_as_json(result) for result in results]
         console.print_json(found if options.n > 1 else found[0])
+
+
+def _schema(path: str | None) -> Any:
+    """The JSON schema in a file.
+
+    **Raises:** `ValueError` for a file that is no object in JSON.
+    """
+    if path is None:
+        return None
+    try:
+        found = json.loads(console.text_of("--schema", path))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"--schema {path} is no JSON: {error}; correct it.") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"--schema {path} is no object in JSON, but a JSON schema is one.")
+    return found
 
 
 def _as_json(result: Generation) -> dict[str, Any]:
