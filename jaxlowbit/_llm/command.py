@@ -17,6 +17,7 @@ from flax import nnx
 from .._core import activations
 from .._core.dtypes import FLOATS
 from .._core.format import INT4, Format, parse_format
+from ..checkpoint._replace import check_target
 from ..quantizers import Calibration
 from ..quantizers._registry import NAMES as QUANTIZERS
 from ..quantizers._registry import check
@@ -52,6 +53,8 @@ Run = Callable[[argparse.Namespace], None]
 def add_chat(parser: argparse.ArgumentParser) -> Run:
     _add_model(parser)
     _add_adapter(parser)
+    session = "a file that keeps the conversation and its cache: continued if it exists"
+    parser.add_argument("--session", metavar="FILE", help=session)
     _add_drawing(parser, temperature=0.7, min_p=0.05, seed="of the draws; each turn adds 1")
     return as_command(_chat)
 
@@ -261,6 +264,9 @@ def _mesh(devices: int) -> jax.sharding.Mesh | None:
 
 
 def _chat(options: argparse.Namespace) -> None:
+    path = None if options.session is None else Path(options.session)
+    if path is not None:
+        check_target("chat", path, overwrite=True)
     header = open_file(options.model)
     drawing = _drawing(options)
     Request.of("chat", header, logprobs=None, template_options=None, **drawing)
@@ -269,7 +275,7 @@ def _chat(options: argparse.Namespace) -> None:
     conversation.ask("hello")  # raises if the template takes no system message
     conversation.answer(None)
     model = _loaded(options, header)
-    chat(model, conversation, drawing, _summary(options, model))
+    chat(model, conversation, drawing, _summary(options, model), path)
 
 
 def _generate(options: argparse.Namespace) -> None:
