@@ -20,6 +20,7 @@ from . import memory
 from .cache import Cache, bucket, nbytes
 from .language_model import LanguageModel
 from .sampling import NOT_A_NUMBER, Counts, Sampling, random_key, sample
+from .schema import Masks
 
 LARGEST_CHUNK = 512  # tokens of a prompt that one call takes
 SMALLEST_CHUNK = 16
@@ -112,6 +113,7 @@ def run(
     *,
     n: int = 1,
     logprobs: int | None = None,
+    masks: Masks | None = None,
     kept: Kept | None = None,
     growing: bool = False,
     endless: bool = False,
@@ -122,6 +124,7 @@ def run(
     The batch contains `n` sequences of each prompt, one after the other. Each ends by `config.eos`,
     unless `endless`, by `max_new_tokens`, and by the context; the loop ends with the last of them.
     With `kept`, for one prompt, only the tokens after a prefix that it contains are read. With
+    `masks`, groups are one token. With
     `growing`, the first group is one token, and groups double while they take less than 0.1 s.
     """
     kept = Kept() if kept is None else kept
@@ -156,19 +159,23 @@ def run(
     count = 0  # drawing nothing compiles the loop, so that whoever measures time starts after that
     while True:
         began = time.perf_counter()
+        if masks is not None and count > 0:
+            state = state._replace(logits=masks.apply(state.logits))
         drawn, state = draw(state, np.int32(count), ends, key, sampling, logprobs)
         if n == 1:
             kept.cache = state.cache
         drawn = Drawn(*(None if x is None else np.asarray(x)[:, :count] for x in drawn))
         if n == 1:
             kept.tokens = kept.tokens + [token for token in drawn.tokens[0].tolist() if token >= 0]
+        if masks is not None and count > 0:
+            masks.add(drawn.tokens[:, 0])
         if count > 0 and time.perf_counter() - began < _PATIENCE:
             size = min(2 * size, _TOKENS)
         yield drawn
         left -= count
         if left == 0 or (count > 0 and (drawn.tokens[:, -1] < 0).all()):
             return
-        count = min(left, size if growing else _TOKENS)
+        count = min(left, 1 if masks is not None else size if growing else _TOKENS)
 
 
 def _read(

@@ -37,10 +37,11 @@ FLAX = ("linen", "nnx")
 # Optional dependencies, and the compiled module, by the modules that may import them.
 ONLY = {
     "flax": r"_flax\.((linen|nnx)_\w+|serialization)|"
-    r"_llm\.(bench|block|command|decoder|language_model|perplexity|programs|sharding)",
+    r"_llm\.(bench|block|command|decoder|language_model|low_rank|perplexity|programs|sharding)",
     "qwix": r"_core\.qarray",
     "gguf": r"_llm\.(exporting|ggml_grids|gguf_file)",
     "jinja2": r"_llm\.chat_template",
+    "llguidance": r"_llm\.schema",
     "safetensors": r"checkpoint\._files|_tuning\.weights",
     "tokenizers": r"_llm\.tokenizer_(folder|gguf|parts)",
     "tqdm": r"_flax\.calibration|_llm\.(calibration|files_command|load|perplexity)|"
