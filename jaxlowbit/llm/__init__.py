@@ -20,4 +20,5 @@ from .._llm.language_model import save as save
 from .._llm.language_model import shard as shard
 from .._llm.perplexity import Perplexity as Perplexity
 from .._llm.perplexity import perplexity as perplexity
+from .._llm.plan import plan as plan
 from .._llm.session import Session as Session
