@@ -52,7 +52,7 @@ Run = Callable[[argparse.Namespace], None]
 def add_chat(parser: argparse.ArgumentParser) -> Run:
     _add_model(parser)
     _add_drawing(parser, temperature=0.7, min_p=0.05, seed="of the draws; each turn adds 1")
-    return _as_command(_chat)
+    return as_command(_chat)
 
 
 def add_generate(parser: argparse.ArgumentParser) -> Run:
@@ -66,7 +66,7 @@ def add_generate(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument("--logprobs", type=int, metavar="N", help=logprobs)
     parser.add_argument("--raw", action="store_true", help="without the chat template")
     _add_json(parser)
-    return _as_command(_generate)
+    return as_command(_generate)
 
 
 def add_perplexity(parser: argparse.ArgumentParser) -> Run:
@@ -76,7 +76,7 @@ def add_perplexity(parser: argparse.ArgumentParser) -> Run:
     window = "tokens of a window (512, or the context of a model with a shorter one)"
     parser.add_argument("--context", type=int, metavar="N", help=window)
     _add_json(parser)
-    return _as_command(_perplexity)
+    return as_command(_perplexity)
 
 
 def add_evaluate(parser: argparse.ArgumentParser) -> Run:
@@ -97,7 +97,7 @@ def add_evaluate(parser: argparse.ArgumentParser) -> Run:
     for name, summary in sizes.items():
         parser.add_argument(f"--{name}", type=int, metavar="N", help=summary)
     _add_json(parser)
-    return _as_command(_evaluate)
+    return as_command(_evaluate)
 
 
 def add_bench(parser: argparse.ArgumentParser) -> Run:
@@ -112,19 +112,14 @@ def add_bench(parser: argparse.ArgumentParser) -> Run:
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(flag, type=int, default=default, metavar="N", help="(%(default)s)")
     _add_json(parser)
-    return _as_command(_bench)
+    return as_command(_bench)
 
 
 def _add_model(parser: argparse.ArgumentParser, also: str = "") -> None:
     files = f"a GGUF file, or a folder of safetensors{also}"
     parser.add_argument("model", metavar="MODEL", help=files)
     parser.add_argument("--format", help="of all matrices, such as int4-g128 (that of the file)")
-    rounds = f"what rounds them to the format: {', '.join(QUANTIZERS)}, or two such as awq+gptq"
-    parser.add_argument("--quantizer", metavar="NAME", help=rounds)
-    calibration = "a text file from which gptq, awq and smoothquant take inputs"
-    parser.add_argument("--calibration", metavar="FILE", help=calibration)
-    samples = "windows of 512 tokens of it (%(default)s)"
-    parser.add_argument("--samples", type=int, default=128, metavar="N", help=samples)
+    add_rounding(parser)
     parser.add_argument("--dtype", choices=list(map(str, FLOATS)), help="of the activations")
     inputs = "to which blocks round the inputs of products with quantized weights"
     dtypes = [str(dtype) for dtype in activations.VALUES]
@@ -133,6 +128,16 @@ def _add_model(parser: argparse.ArgumentParser, also: str = "") -> None:
     parser.add_argument("--lhs-min-rows", type=int, metavar="N", help=fewer)
     devices = "how many devices to divide the model over"
     parser.add_argument("--devices", type=int, default=1, metavar="N", help=devices)
+
+
+def add_rounding(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `calibration_of`, and `--quantizer`."""
+    rounds = f"what rounds them to the format: {', '.join(QUANTIZERS)}, or two such as awq+gptq"
+    parser.add_argument("--quantizer", "--method", metavar="NAME", help=rounds)
+    calibration = "a text file from which gptq, awq and smoothquant take inputs"
+    parser.add_argument("--calibration", metavar="FILE", help=calibration)
+    samples = "windows of 512 tokens of it (%(default)s)"
+    parser.add_argument("--samples", type=int, default=128, metavar="N", help=samples)
 
 
 def _add_drawing(
@@ -159,7 +164,7 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print results as a last line of JSON")
 
 
-def _as_command(command: Run) -> Run:
+def as_command(command: Run) -> Run:
     """Wraps a command: prepares the process, and rewrites errors for the command line."""
 
     def run(options: argparse.Namespace) -> None:
@@ -197,11 +202,12 @@ def _loaded(options: argparse.Namespace, path: Any) -> LanguageModel:
     """The model of a file, or of its header."""
     progress = sys.stderr.isatty()
     rounding = {"format": _format(options.format), "quantizer": options.quantizer}
-    rounding["calibration"] = _calibration(options, progress)
+    rounding["calibration"] = calibration_of(options, progress)
     return load(path, **rounding, progress=progress, **_decoding(options))
 
 
-def _calibration(options: argparse.Namespace, progress: bool) -> Calibration | None:
+def calibration_of(options: argparse.Namespace, progress: bool) -> Calibration | None:
+    """The inputs for quantizers that read statistics, if the command line names any."""
     if options.calibration is None:
         return None
     text = console.text_of("--calibration", options.calibration)
@@ -376,7 +382,7 @@ def _evaluate(options: argparse.Namespace) -> None:
         text,
         formats=names,
         quantizers=quantizers or [None],
-        calibration=_calibration(options, progress),
+        calibration=calibration_of(options, progress),
         rules=dict.fromkeys(options.keep) or None,
         progress=progress,
         **{name: getattr(options, name) for name in ("context", "stride", "tokens")},
