@@ -42,7 +42,7 @@ POINTS = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description="Measures quality by bits per weight.")
     parser.add_argument("model", help="a GGUF file, or a folder of safetensors")
     parser.add_argument("--calibration", type=Path, required=True, help="another text")
     parser.add_argument("--text", type=Path, default=TEXT, help="(%(default)s)")
@@ -70,7 +70,7 @@ def measure(options: argparse.Namespace) -> None:
     if known.get("conditions", conditions) != conditions:
         raise SystemExit(f"{options.results} has results of other conditions; name another file.")
     known = {"conditions": conditions, "points": known.get("points", {})}
-    header = open_file(options.model)
+    header: Any = open_file(options.model)
     tokens = header.tokenizer.encode(options.text.read_text(encoding="utf-8"))
     tokens = tokens[: options.tokens + 1]
     reference = llm.load(header, progress=False, dtype="float32")

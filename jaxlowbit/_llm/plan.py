@@ -44,10 +44,10 @@ def plan(
     - `scale_dtype`: dtype of scales.
     - `progress`: whether to show a progress bar.
 
-    **Returns:** a `jaxlowbit.quantizers.Plan`. Its `rules` are those of `load`, and can be edited.
+    **Returns:** a `jaxlowbit.quantizers.Plan`. `load` takes its `rules`, which can be edited.
 
-    **Raises:** what `load` raises for a path and a calibration; `ValueError` for bits below those of
-    the smallest format.
+    **Raises:** what `load` raises for a path and a calibration; `ValueError` for fewer bits
+    than the smallest formats take.
 
     ```py
     plan = llm.plan(path, 3.5, calibration=text)

@@ -36,7 +36,7 @@ from ..quantizers._quantize import quantize
 from .calibration import Source, embedded, forward, like
 from .config import Config
 
-# The matrices of a block. One call multiplies by those of a unit if they share a format.
+# The matrices of a block. One call multiplies by a unit if its matrices share a format.
 UNITS = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
 _ROWS = 64  # logits of so many tokens exist at the same time
 
@@ -84,10 +84,15 @@ def sensitivities(
     norm = source.floats("final_norm") + config.norm_offset
     keys = jax.random.split(jax.random.key(0), len(x))
     gradients = np.stack(
-        [np.asarray(_head_gradient(row, head, norm, key, config)) for row, key in zip(x, keys)]
+        [
+            np.asarray(_head_gradient(row, head, norm, key, config))
+            for row, key in zip(x, keys, strict=True)
+        ]
     )
     del head, embedding
-    for i in tqdm(reversed(range(config.layers)), "sensitivity", config.layers, disable=not progress):
+    for i in tqdm(
+        reversed(range(config.layers)), "sensitivity", config.layers, disable=not progress
+    ):
         weights = _weights(source, i)
         found: dict[str, _Matrix] = {}
         for at, row in enumerate(inputs.pop()):
@@ -131,7 +136,9 @@ def _measured(
         for format in formats:
             given = {"quantizer": quantizer, "statistics": statistics if reads else None}
             rounded = quantize(weight, format, **given, **({} if format.scale else options))
-            total[format_name(format)] += float(_added(weight, rounded, statistics, matrix.gradients))
+            total[format_name(format)] += float(
+                _added(weight, rounded, statistics, matrix.gradients)
+            )
     names = "|".join(matrices)
     rule = rf"^layers\.{index}\.({names})$" if len(matrices) > 1 else rf"^layers\.{index}\.{names}$"
     return Unit(rule, size, total)

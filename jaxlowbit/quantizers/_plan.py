@@ -1,10 +1,11 @@
 """`mixed`: a format for each layer of a model, for a target of bits per weight."""
 
+import itertools
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from .._core import checks
-from .._core.format import Format, as_format, format_name
+from .._core.format import as_format, format_name
 from .._core.format_table import bits_per_weight
 
 
@@ -37,7 +38,7 @@ class _Step(NamedTuple):
 
 
 def mixed(
-    errors: Mapping[str, Mapping[Format | str, float]],
+    errors: Mapping[str, Mapping[str, float]],
     sizes: Mapping[str, int],
     bits: float,
 ) -> Plan:
@@ -50,11 +51,11 @@ def mixed(
     **Arguments:**
 
     - `errors`: for each layer, by a regular expression that matches its name, the error of the
-      model with the layer in each format, such as an increase of the loss. Errors add up.
+      model with the layer in each format, by the format's name, such as an increase of the loss. Errors add up.
     - `sizes`: the number of weights of each layer.
     - `bits`: bits per weight of all layers together, with scales (16 bits each) and zeros.
 
-    **Raises:** `ValueError` for bits below those of the smallest formats, for errors that are not
+    **Raises:** `ValueError` for fewer bits than the smallest formats take, for errors that are not
     finite or are below 0, and for layers without a format or a size.
 
     ```python
@@ -98,7 +99,7 @@ class _Point(NamedTuple):
     format: str
 
 
-def _hull(rule: str, errors: Mapping[Any, float]) -> list[_Point]:
+def _hull(rule: str, errors: Mapping[str, float]) -> list[_Point]:
     """The formats on the lower convex hull, by rising bits and falling errors."""
     points = []
     for given, error in errors.items():
@@ -128,6 +129,6 @@ def _gain(first: _Point, last: _Point) -> float:
 
 
 def _steps(rule: str, hull: list[_Point], size: int) -> Iterator[_Step]:
-    for first, last in zip(hull, hull[1:], strict=False):
+    for first, last in itertools.pairwise(hull):
         more = size * (last.bits - first.bits)
         yield _Step((first.error - last.error) / more, more, rule, last.format)
