@@ -69,7 +69,11 @@ def measure(options: argparse.Namespace) -> None:
     }
     if known.get("conditions", conditions) != conditions:
         raise SystemExit(f"{options.results} has results of other conditions; name another file.")
-    known = {"conditions": conditions, "points": known.get("points", {})}
+    known = {
+        "conditions": conditions,
+        "plans": known.get("plans", {}),
+        "points": known.get("points", {}),
+    }
     header: Any = open_file(options.model)
     tokens = header.tokenizer.encode(options.text.read_text(encoding="utf-8"))
     tokens = tokens[: options.tokens + 1]
@@ -81,7 +85,7 @@ def measure(options: argparse.Namespace) -> None:
         if point in known["points"]:
             continue
         start = time.perf_counter()
-        model = loaded(header, point, calibration, reference)
+        model = loaded(header, point, calibration, reference, known["plans"])
         seconds = time.perf_counter() - start
         found = llm.perplexity(model, tokens, context=512, reference=reference)
         known["points"][point] = {
@@ -99,9 +103,13 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def loaded(
-    header: Any, point: str, calibration: Calibration, reference: llm.LanguageModel
+    header: Any,
+    point: str,
+    calibration: Calibration,
+    reference: llm.LanguageModel,
+    plans: dict[str, dict[str, str]],
 ) -> llm.LanguageModel:
-    """The model of a point."""
+    """The model of a point; adds the rules of a plan to `plans`."""
     if point == "stored":
         return reference
     name, _, quantizer = point.partition("/")
@@ -112,9 +120,10 @@ def loaded(
         options["calibration"] = calibration
     if name.startswith("int"):
         return llm.load(header, format=name, rules={"embedding": None}, **options)
-    plan = llm.plan(header, float(name), calibration=calibration, quantizer=quantizer)
-    print(plan, flush=True)
-    return llm.load(header, rules=plan.rules, **options)
+    if name not in plans:
+        few = Calibration(calibration.batches, samples=8)
+        plans[name] = llm.plan(header, float(name), calibration=few, quantizer="absmax").rules
+    return llm.load(header, rules=plans[name], **options)
 
 
 def bits_of(model: llm.LanguageModel) -> float:

@@ -51,7 +51,8 @@ def mixed(
     **Arguments:**
 
     - `errors`: for each layer, by a regular expression that matches its name, the error of the
-      model with the layer in each format, by the format's name, such as an increase of the loss. Errors add up.
+      model with the layer in each format, by the name of the format, such as an increase of the
+      loss. Errors add up.
     - `sizes`: the number of weights of each layer.
     - `bits`: bits per weight of all layers together, with scales (16 bits each) and zeros.
 

@@ -1,7 +1,10 @@
 """GPTQ against a plain loop, and the errors and factors of quantizers that read statistics."""
 
 import functools
+import json
+from pathlib import Path
 
+import gptq_problems
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -61,6 +64,25 @@ def test_gptq_is_the_plain_loop(zero):
     assert abs(error(weight, array, inputs) - np.linalg.norm(inputs @ (wanted - weight))) < 0.02 * (
         error(weight, plain, inputs)
     )
+
+
+@pytest.mark.parametrize("name", gptq_problems.FORMATS)
+def test_gptq_is_better_than_llm_compressor(name):
+    """On the same moments; with the ranges of llm-compressor the errors are equal."""
+    found = json.loads((Path(__file__).parents[1] / "data/golden/gptq.json").read_text())
+    k, n = gptq_problems.SIZE
+    weight, moments = gptq_problems.problem(k, n)
+    statistics = Statistics(jnp.asarray(moments), jnp.ones(k), jnp.int32(4 * k))
+
+    def relative(quantizer):
+        array = quantize(weight, name, quantizer=quantizer, statistics=statistics)
+        rounded = np.asarray(array.dequantize(jnp.float32))
+        return gptq_problems.output_error(weight, rounded, moments) / found["errors"][name]
+
+    assert relative("gptq") < 0.95
+    if name.endswith("integer"):  # symmetric ranges of llm-compressor are half a step wider
+        exact = functools.partial(gptq.quantize, clip=False)
+        assert relative(exact) == pytest.approx(1, abs=0.005)
 
 
 def plain_scale(array):
