@@ -24,7 +24,13 @@ from .._flax.equation import Equation
 from .._flax.recording import Record, RecordingView
 from .._flax.weight_program import run
 from ..quantizers import Statistics, _registry
-from ..quantizers._calibration import Calibration, Results, check_statistics, output_error
+from ..quantizers._calibration import (
+    Calibration,
+    Results,
+    check_statistics,
+    output_error,
+    warn_of_few_rows,
+)
 from ..quantizers._quantize import quantize
 from . import rope
 from .block import Block, Weight
@@ -129,6 +135,10 @@ def calibrated(
     """
     config, tokens = source.config, calibration.batches
     results = Results("load", calibration.folder, {**key, "tokens": _digest(tokens)})
+    if _registry.statistics_of(rounding.quantizer) == "full":
+        features = {name: config.shapes()[name][0] for name, x in rounding.formats.items() if x}
+        widest = max(features, key=lambda name: features[name])
+        warn_of_few_rows("load", widest, tokens.size, features[widest])
     embedding = source.floats("embedding")
     x = embedded(embedding, tokens, config.embedding_scale, rounding.dtype)
     bar = tqdm(range(config.layers), desc="calibrating", disable=not calibration.progress)
