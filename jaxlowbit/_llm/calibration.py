@@ -33,9 +33,10 @@ from ..quantizers._calibration import (
 )
 from ..quantizers._quantize import quantize
 from . import rope
-from .block import Block, Weight
+from .block import Block
 from .cache import make_cache
 from .config import Config
+from .low_rank import Weight
 
 _SEQUENCES = 8  # that run at the same time
 # Operations whose result a factor of input features divides: norms, or the columns of a matrix.

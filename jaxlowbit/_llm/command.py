@@ -51,12 +51,14 @@ Run = Callable[[argparse.Namespace], None]
 
 def add_chat(parser: argparse.ArgumentParser) -> Run:
     _add_model(parser)
+    _add_adapter(parser)
     _add_drawing(parser, temperature=0.7, min_p=0.05, seed="of the draws; each turn adds 1")
     return as_command(_chat)
 
 
 def add_generate(parser: argparse.ArgumentParser) -> Run:
     _add_model(parser)
+    _add_adapter(parser)
     _add_drawing(parser, temperature=0.0, min_p=None, seed="of the draws")
     prompt = "a text, or - for standard input"
     parser.add_argument("--prompt", required=True, metavar="TEXT", help=prompt)
@@ -71,6 +73,7 @@ def add_generate(parser: argparse.ArgumentParser) -> Run:
 
 def add_perplexity(parser: argparse.ArgumentParser) -> Run:
     _add_model(parser)
+    _add_adapter(parser)
     text = "a text file in UTF-8, or - for standard input"
     parser.add_argument("--text", required=True, metavar="FILE", help=text)
     window = "tokens of a window (512, or the context of a model with a shorter one)"
@@ -129,6 +132,11 @@ def _add_model(parser: argparse.ArgumentParser, also: str = "") -> None:
     parser.add_argument("--lhs-min-rows", type=int, metavar="N", help=fewer)
     devices = "how many devices to divide the model over"
     parser.add_argument("--devices", type=int, default=1, metavar="N", help=devices)
+
+
+def _add_adapter(parser: argparse.ArgumentParser) -> None:
+    folder = "a folder with a LoRA adapter in PEFT's format, added to the weights"
+    parser.add_argument("--adapter", metavar="DIR", help=folder)
 
 
 def add_rounding(parser: argparse.ArgumentParser) -> None:
@@ -204,6 +212,7 @@ def _loaded(options: argparse.Namespace, path: Any) -> LanguageModel:
     progress = sys.stderr.isatty()
     rounding = {**formats_of(options.format), "quantizer": options.quantizer}
     rounding["calibration"] = calibration_of(options, progress)
+    rounding["adapter"] = getattr(options, "adapter", None)
     return load(path, **rounding, progress=progress, **_decoding(options))
 
 

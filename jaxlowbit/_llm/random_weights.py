@@ -14,8 +14,8 @@ from .._core.array import QuantizedArray
 from .._core.dequantize import of_codes
 from .._core.format import Format
 from . import memory
-from .block import Weight
 from .config import Config
+from .low_rank import Weight
 from .sampling import random_key
 from .sharding import Division
 

@@ -32,6 +32,7 @@ from .config import Config
 _VOCABULARY = ("embedding", "head")
 _ALONG_N = ("q", "k", "v", "qkv", "gate", "up", "gate_up", *_VOCABULARY)
 _ALONG_K = ("o", "down")
+_ADAPTER = ("base", "lora_a", "lora_b")  # variables of an adapted weight
 _VECTORS = (
     *("q_bias", "k_bias", "v_bias", "biases", "gate_bias", "up_bias"),
     *("q_all_norm", "k_all_norm"),
@@ -158,10 +159,14 @@ class Division:
         )
 
     def _padding(self, name: str, weight: Any) -> int:
-        return -weight.shape[-1] % (ATOM * self.parts) if _kind(name) in _VOCABULARY else 0
+        if _kind(name) not in _VOCABULARY or _part(name) == "lora_a":
+            return 0
+        return -weight.shape[-1] % (ATOM * self.parts)
 
     def _entries(self, name: str) -> tuple[Any, ...]:
-        kind = _kind(name)
+        kind, part = _kind(name), _part(name)
+        if part in ("lora_a", "lora_b") and (part == "lora_a") != (kind in _ALONG_K):
+            return ()
         if kind in _ALONG_K:
             return (self.axis, None)
         if kind in _ALONG_N:
@@ -300,5 +305,12 @@ def _specs(array: QuantizedArray, entries: Any, mesh: Any) -> QuantizedArray:
 
 
 def _kind(name: str) -> str:
-    """What decides how a weight is divided: the last word of its name that is no number."""
-    return next(word for word in reversed(name.split(".")) if not word.isdigit())
+    """What decides how a weight is divided: the last word of its name that is no number, and no
+    part of an adapted weight."""
+    words = reversed(name.split("."))
+    return next(word for word in words if not word.isdigit() and word not in _ADAPTER)
+
+
+def _part(name: str) -> str:
+    """The last word of a name."""
+    return name.rpartition(".")[2]

@@ -37,7 +37,7 @@ FLAX = ("linen", "nnx")
 # Optional dependencies, and the compiled module, by the modules that may import them.
 ONLY = {
     "flax": r"_flax\.((linen|nnx)_\w+|serialization)|"
-    r"_llm\.(bench|block|command|decoder|language_model|perplexity|programs|sharding)",
+    r"_llm\.(bench|block|command|decoder|language_model|low_rank|perplexity|programs|sharding)",
     "qwix": r"_core\.qarray",
     "gguf": r"_llm\.(exporting|ggml_grids|gguf_file)",
     "jinja2": r"_llm\.chat_template",
