@@ -69,13 +69,13 @@ def start(options: argparse.Namespace) -> None:
     model = llm.adapt(base, llm.LoRA(rank=options.rank, alpha=2 * options.rank))
     before, words = evaluated(model.decoder, test), digest(model.decoder)
 
-    losses, seconds = trained(model.decoder, train, options)
+    losses, seconds = trained(model.decoder, train, options, options.steps)
     after = evaluated(model.decoder, test)
     assert digest(model.decoder) == words  # bit for bit
     print(f"loss on other text {before:.4f} before, {after:.4f} after {options.steps} steps")
 
     floats = llm.adapt(llm.init(base.config, None), llm.LoRA(rank=options.rank))
-    _, wide = trained(floats.decoder, train, options, steps=4)
+    _, wide = trained(floats.decoder, train, options, 4)
     print(f"{1e3 * seconds:.0f} ms a step; {1e3 * wide:.0f} ms with {model.decoder.dtype} weights")
     if options.output is not None:
         llm.save_adapter(model, options.output)
@@ -120,10 +120,9 @@ def loss(decoder: llm.Decoder, windows: Any) -> Any:
 
 
 def trained(
-    decoder: llm.Decoder, windows: np.ndarray, options: argparse.Namespace, steps: int | None = None
+    decoder: llm.Decoder, windows: np.ndarray, options: argparse.Namespace, steps: int
 ) -> tuple[list[float], float]:
     """Trains the adapter of a decoder in place; returns the losses, and the seconds of a step."""
-    steps = options.steps if steps is None else steps
     optimizer = nnx.Optimizer(decoder, optax.adamw(options.rate), wrt=nnx.LoRAParam)
 
     @nnx.jit

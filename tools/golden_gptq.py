@@ -1,7 +1,7 @@
 """Writes the output errors of GPTQ of llm-compressor: `tests/data/golden/gptq.json`.
 
     python tools/golden_gptq.py                  # the problems of tests/support/gptq_problems.py
-    python tools/golden_gptq.py layers.npz       # prints those of real layers
+    python tools/golden_gptq.py layers.npz       # prints the errors of real layers
 
 It needs llmcompressor with torch, and imports nothing of this project except the problems. An npz
 file has arrays `NAME/weight` (k, n) and `NAME/moments` (k, k), float32.
@@ -13,10 +13,10 @@ from importlib import metadata
 from pathlib import Path
 
 import numpy as np
-import torch
-from compressed_tensors.quantization import QuantizationArgs
-from compressed_tensors.quantization.utils import calculate_qparams
-from llmcompressor.modifiers.gptq.gptq_quantize import quantize_weight
+import torch  # pyright: ignore[reportMissingImports]
+from compressed_tensors.quantization import QuantizationArgs  # pyright: ignore[reportMissingImports]
+from compressed_tensors.quantization.utils import calculate_qparams  # pyright: ignore[reportMissingImports]
+from llmcompressor.modifiers.gptq.gptq_quantize import quantize_weight  # pyright: ignore[reportMissingImports]
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests/support"))
@@ -34,7 +34,7 @@ def errors(weight: np.ndarray, moments: np.ndarray) -> dict[str, float]:
 
 
 def rounded(weight: np.ndarray, moments: np.ndarray, bits: int, symmetric: bool) -> np.ndarray:
-    """The weight after GPTQ with extreme values as ranges, in groups of 64, in order of activations."""
+    """The weight after GPTQ in groups of 64, whose ranges reach the extremes, with act-order."""
     options = {"num_bits": bits, "symmetric": symmetric, "strategy": "group", "group_size": 64}
     args = QuantizationArgs(**options, actorder="weight")
     rows = torch.from_numpy(np.ascontiguousarray(weight.T))
