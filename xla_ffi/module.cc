@@ -308,6 +308,8 @@ NB_MODULE(_ffi, module) {
 #if defined(JAXLOWBIT_WITH_CUDA)
   jaxlowbit::BindJit(module);
   module.def("can_exchange", &jaxlowbit::CanExchange, nb::arg("devices"));
+  module.def("take_exchange_failure", &jaxlowbit::TakeExchangeFailure,
+             nb::call_guard<nb::gil_scoped_release>());
   module.def("execute_count", &jaxlowbit::CudaExecuteCount);
 #endif
   jaxlowbit::BindRecords(module);

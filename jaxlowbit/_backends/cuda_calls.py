@@ -377,3 +377,18 @@ def exchanging(devices: Sequence[Any], rows: int) -> tuple[int, ...]:
         return ()
     numbers = tuple(device.local_hardware_id for device in devices)
     return numbers if ffi.can_exchange(numbers) else ()
+
+
+def add_over_devices(parts: Array, dtype: Any, devices: Sequence[int]) -> Array:
+    """The sum of float32 `parts` (rows, columns) of devices, from `exchanging`, in `dtype`."""
+    calls, shape = Call("addition over devices"), (1, *parts.shape)
+    zeros = calls.operand(jnp.zeros(shape, dtype))
+    addend = calls.operand(*call.apart(parts.reshape(shape)))
+    calls.step("normalize", x=zeros, addend=addend, total=calls.result(shape, dtype))
+    return call.apart(*calls.run(devices=np.array(devices, np.int64)))[0][0]
+
+
+def exchange_failure() -> str:
+    """A sentence if devices that add parts within calls stopped since the last call of this, else
+    an empty string. The next program runs normally."""
+    return "" if UNAVAILABLE["cuda"] is not None else ffi.take_exchange_failure()
