@@ -95,7 +95,9 @@ auto OperandExtents(const QuantizedMatmul& p, const B& b, bool in_place) {
                     ZeroExtent(p, b),
                     PermutationExtent(p, b),
                     or_none(b.index, weights * 4),
-                    or_none(b.bias, weights * p.n * SizeOf(e.bias)),
+                    or_none(b.group_sizes, p.groups_of_rows * 4),
+                    or_none(b.group_offset, 4),
+                    or_none(b.bias, p.biases() * p.n * SizeOf(e.bias)),
                     or_none(b.residual, overwritten ? 0 : rows * p.n * SizeOf(e.residual)),
                     or_none(b.lhs_scale, rows * 4),
                     UnitExtent(p, b)};

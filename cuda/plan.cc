@@ -194,6 +194,10 @@ class Planner {
   // copied in pieces.
   std::string Split(const PlannedProduct& product) {
     const QuantizedMatmul& p = product.problem;
+    if (p.is_ragged()) {  // its tiles are blocks of rows
+      PlannedProduct whole = product;
+      return Part(&whole);
+    }
     const auto [most_batch, most_rows] = LimitsOf(p);
     const int64_t to_copy = RowsToCopy(product);
     const int64_t max_rows = std::min(most_rows, to_copy);

@@ -43,6 +43,13 @@ struct QuantizedMatmul {
   constexpr int64_t n_blocks() const { return CeilDiv(n, kAtom); }
   // Weights that one batch element multiplies; strips (64 output channels) of all these weights.
   constexpr int64_t weights_per_element() const { return epilogue.gated ? 2 : 1; }
+  constexpr bool is_ragged() const { return groups_of_rows > 0; }
+  // Weights, or gated pairs, of a ragged product.
+  constexpr int64_t experts() const { return num_weights / weights_per_element(); }
+  // Rows of a bias.
+  constexpr int64_t biases() const {
+    return is_ragged() ? num_weights : batch * weights_per_element();
+  }
   constexpr int64_t strips() const { return weights_per_element() * n_blocks(); }
   constexpr int64_t k_blocks() const { return CeilDiv(k, kAtom); }
   constexpr int64_t groups() const {

@@ -23,8 +23,9 @@ std::vector<int64_t> PlacesRead(const Call& call, const Step& step) {
     case StepKind::kMultiply:
       for (int64_t i = step.first; i < step.first + step.count; ++i) {
         const Places& at = call.products[i].places;
-        for (int64_t place : {at.lhs, at.packed, at.scale, at.zero, at.unit, at.index,
-                              at.permutation, at.bias, at.residual, at.lhs_scale}) {
+        for (int64_t place :
+             {at.lhs, at.packed, at.scale, at.zero, at.unit, at.index, at.group_sizes,
+              at.group_offset, at.permutation, at.bias, at.residual, at.lhs_scale}) {
           if (place != 0) places.push_back(place);
         }
       }

@@ -9,6 +9,7 @@
 
 #include "cuda/device/divide.cuh"
 #include "cuda/device/format/codebook.cuh"
+#include "cuda/device/schedule/ragged.cuh"
 #include "cuda/kernels/epilogue.cuh"
 #include "cuda/problem.h"
 
@@ -26,6 +27,11 @@ EpilogueParams EpilogueOf(const QuantizedMatmul& problem, const B& buffers) {
 
 inline UnitParams UnitsOf(const QuantizedMatmul& problem) {
   return {nullptr, nullptr, problem.num_weights, problem.epilogue.units};
+}
+
+inline RaggedParams RaggedOf(const QuantizedMatmul& problem) {
+  return {nullptr, nullptr, static_cast<int>(problem.groups_of_rows),
+          static_cast<int>(problem.experts()), static_cast<int>(problem.m)};
 }
 
 // A table codebook's numbers, repeated to fill the lanes of a warp; unspecified for other codebooks.

@@ -10,6 +10,7 @@
 #include "cuda/kernels/sm90/params.cuh"
 #include "cuda/kernels/sm90/reduce.cuh"
 #include "cuda/kernels/tensor_map.h"
+#include "cuda/select/ragged.h"
 
 namespace jaxlowbit::sm90 {
 namespace {
@@ -53,11 +54,13 @@ Params ParamsOf(const PlannedStep& step, const StreamK& schedule) {
   p.m = static_cast<int>(problem.m);
   p.n = static_cast<int>(problem.n);
   p.plan = PlanOf(problem, tile);
-  p.ahead_stages = problem.pdl ? p.plan.num_stages : 0;
+  p.ahead_stages = problem.pdl && !problem.is_ragged() ? p.plan.num_stages : 0;
   p.lhs_rows = tile.m / choice.peers;
   p.lhs_in_atoms = choice.peers == 1 && problem.k % kAtom == 0 && !Is8Bit(problem.lhs);
   // Swizzled tiles are multiples of 8 rows.
-  p.last_rows = static_cast<int>(CeilDiv(p.m % tile.m, 8 * choice.peers)) * 8;
+  p.last_rows = problem.is_ragged()
+                    ? 0
+                    : static_cast<int>(CeilDiv(p.m % tile.m, 8 * choice.peers)) * 8;
   p.group_bytes = p.plan.bytes.scales + p.plan.bytes.zeros;
   p.n_blocks = static_cast<int>(problem.n_blocks());
   p.strips = static_cast<int>(problem.strips());
@@ -74,6 +77,8 @@ Params ParamsOf(const PlannedStep& step, const StreamK& schedule) {
   p.whole_tiles = static_cast<int>(schedule.whole_tiles);
   p.splits = schedule.splits;
   p.num_tasks = static_cast<int>(schedule.tasks());
+  p.ragged = RaggedOf(problem);
+  p.column_tiles = WideDivideBy(p.tiles_n);
   return p;
 }
 
@@ -112,6 +117,12 @@ Shapes ShapesOf(const QuantizedMatmul& problem, bool zeros, const TileShape& til
   return shapes;
 }
 
+// Tasks of the launch, or more of a ragged product.
+int64_t TasksOf(const QuantizedMatmul& problem, const TileShape& tile, const StreamK& schedule,
+                int tiles_n) {
+  return problem.is_ragged() ? MaxBlocks(problem, tile.m) * tiles_n : schedule.tasks();
+}
+
 class Sm90Launch final : public KernelLaunch {
  public:
   Sm90Launch(const PlannedStep& step, const Device& device, const void* function)
@@ -122,7 +133,8 @@ class Sm90Launch final : public KernelLaunch {
         schedule_(StreamKOf(problem_, tile_, peers_, step.choice.split_k, device.num_sms)),
         params_(ParamsOf(step, schedule_)),
         shapes_(ShapesOf(problem_, step.products.front().buffers.zero != nullptr, tile_, params_)),
-        ctas_(std::min(schedule_.tasks(), schedule_.resident) * peers_),
+        ctas_(std::min(TasksOf(problem_, tile_, schedule_, params_.tiles_n), schedule_.resident) *
+              peers_),
         threads_(tile_.threads()),
         shared_bytes_(params_.plan.shared_bytes()) {}
 
@@ -138,6 +150,8 @@ class Sm90Launch final : public KernelLaunch {
     p.units.data = b.unit;
     p.units.index = b.index;
     p.partial_sums = static_cast<float*>(b.workspace);
+    p.ragged.sizes = b.group_sizes;
+    p.ragged.offset = b.group_offset;
     cudaError_t error = Encode(shapes_.lhs, b.lhs, &p.lhs);
     if (error == cudaSuccess) error = Encode(shapes_.last_lhs, b.lhs, &p.last_lhs);
     if (error == cudaSuccess) error = Encode(shapes_.packed, b.packed, &p.packed);
@@ -178,7 +192,7 @@ class Sm90Launch final : public KernelLaunch {
 }  // namespace
 
 cudaError_t Load(const InstanceKey& key, const void* function) {
-  return AllowSharedMemory(function, Sm90SharedBytes(kTiles[key.variant].ctas_per_sm));
+  return AllowSharedMemory(function, Sm90SharedBytes(kTiles[TileOf(key)].ctas_per_sm));
 }
 
 cudaError_t Prepare(Device& device) {

@@ -12,6 +12,7 @@
 #include "cuda/kernels/sm90_stream/params.cuh"
 #include "cuda/kernels/sm90_stream/select.h"
 #include "cuda/kernels/tensor_map.h"
+#include "cuda/select/ragged.h"
 
 namespace jaxlowbit::sm90_stream {
 namespace {
@@ -77,14 +78,18 @@ class StreamLaunch final : public KernelLaunch {
   StreamLaunch(const PlannedStep& step, const Device& device, const void* function)
       : count_(step.products.size()),
         function_(function),
-        params_(ParamsOf(step.problem, step.products.front().buffers, step.choice,
-                         CtasPerSm(step.problem, device, step.choice))),
         cluster_ctas_(step.choice.split_k),
         pdl_(step.problem.pdl) {
     const QuantizedMatmul& problem = step.problem;
-    const int clusters = AssignClusters(step.products, step.choice.slices, params_);
-    grid_ = dim3(static_cast<unsigned>(clusters * cluster_ctas_),
-                 static_cast<unsigned>(problem.batch));
+    const Choice& choice = step.choice;
+    const QuantizedMatmul blocks = BlocksOf(problem, choice.block_m);
+    params_ = ParamsOf(blocks, step.products.front().buffers, choice,
+                       CtasPerSm(blocks, device, choice));
+    params_.ragged = RaggedOf(problem);
+    const int clusters = AssignClusters(step.products, choice.slices, params_);
+    const int64_t batch =
+        problem.is_ragged() ? MaxBlocks(problem, choice.block_m) : problem.batch;
+    grid_ = dim3(static_cast<unsigned>(clusters * cluster_ctas_), static_cast<unsigned>(batch));
     lhs_ = ShapeOfMatrix(problem.lhs, problem.batch * problem.m, problem.k, params_.plan.lhs_rows,
                          params_.plan.stage_atoms);
   }
@@ -96,6 +101,8 @@ class StreamLaunch final : public KernelLaunch {
     p.permutation = first.permutation;
     p.epilogue.bias = first.bias;
     p.epilogue.residual = p.apply_lhs_scale ? first.lhs_scale : first.residual;
+    p.ragged.sizes = first.group_sizes;
+    p.ragged.offset = first.group_offset;
     for (size_t i = 0; i < count_; ++i) {
       const Buffers& b = products[i];
       Product& own = p.products[i];
@@ -116,9 +123,9 @@ class StreamLaunch final : public KernelLaunch {
  private:
   const size_t count_;  // of products
   const void* const function_;
-  Params params_;
   const int cluster_ctas_;
   const bool pdl_;
+  Params params_;
   dim3 grid_;
   TensorShape lhs_;
 };

@@ -164,7 +164,7 @@ LhsPath LhsPathOf(const QuantizedMatmul& problem, const Device& device, const Ch
 
 bool MayJoin(const QuantizedMatmul& a, const QuantizedMatmul& b) {
   const auto is_plain = [](const QuantizedMatmul& p) {
-    return !p.transposed && p.permuted_parts == 0 && !p.epilogue.gated &&
+    return !p.is_ragged() && !p.transposed && p.permuted_parts == 0 && !p.epilogue.gated &&
            p.epilogue.activation == Activation::kNone;
   };
   const auto form = [](const QuantizedMatmul& p) {
