@@ -9,11 +9,9 @@ namespace {
 
 // XLA's C structs, which its C++ wrappers do not show.
 struct RawArgs : ffi::RemainingArgs {
-  explicit RawArgs(const ffi::RemainingArgs& args) : ffi::RemainingArgs(args) {}
   using ffi::RemainingArgs::args;
 };
 struct RawRets : ffi::RemainingRets {
-  explicit RawRets(const ffi::RemainingRets& rets) : ffi::RemainingRets(rets) {}
   using ffi::RemainingRets::rets;
 };
 
@@ -29,8 +27,8 @@ void CallKey::Append(const void* data, size_t bytes) {
 
 void CallKey::Read(ffi::RemainingArgs args, ffi::RemainingRets rets, RawAttributes attributes,
                    int64_t device, int64_t table) {
-  const XLA_FFI_Args& raw_args = *RawArgs(args).args();
-  const XLA_FFI_Rets& raw_rets = *RawRets(rets).rets();
+  const XLA_FFI_Args& raw_args = *RawArgs{args}.args();
+  const XLA_FFI_Rets& raw_rets = *RawRets{rets}.rets();
   const XLA_FFI_Attrs& raw = *attributes.attrs;
   numbers.assign({device, table, raw.size, raw_args.size, raw_rets.size});
   pointers.clear();
