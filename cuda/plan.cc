@@ -241,14 +241,15 @@ class Planner {
     const size_t before = steps_.size();
     Align(product, &room);
     if (steps_.size() > before) p.pdl = false;  // the previous kernel writes an operand
-    // The only kernel for scales of two levels needs aligned operands; the workspace has no room to align these.
-    if (p.scale == ElementType::kSuper && !Supports(p, *target_.device)) {
-      return "operands of a product with scales of two levels must begin at multiples of 16 bytes; "
-             "put jax.lax.optimization_barrier around them.";
-    }
     const int64_t rows = p.batch * p.m * p.weights_per_element();
     const int64_t sums_bytes = std::min(room.bytes, MaxPartialSumsBytes(rows, p.out_columns()));
-    Multiply(*product, SelectCached(p, *target_.device, sums_bytes, target_.tuned));
+    const Choice choice = SelectCached(p, *target_.device, sums_bytes, target_.tuned);
+    // Some formats have one kernel only, which needs aligned operands; the workspace has no room to align these.
+    if (!Supports(choice.kernel, p, *target_.device)) {
+      return "operands of a product in this format must begin at multiples of 16 bytes; put "
+             "jax.lax.optimization_barrier around them.";
+    }
+    Multiply(*product, choice);
     return "";
   }
 
