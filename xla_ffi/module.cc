@@ -144,13 +144,12 @@ Kernel FindKernel(const std::string& name) {
   return static_cast<Kernel>(found - std::begin(kKernelNames));
 }
 
-// Decodes a product (record.h).
 QuantizedMatmul ProductOf(const std::vector<int64_t>& numbers) {
   if (numbers.size() != kProductNumbers) throw std::invalid_argument("not a product");
   QuantizedMatmul problem;
-  const int64_t* next = numbers.data();
-  VisitRecord(problem, [&](const char*, auto& field) { Set(*next++, &field); });
-  problem.group_size = GroupSize(problem.group_size, problem.k, problem.scale);
+  Places places;
+  const std::string_view wrong = DecodeProduct(numbers.data(), &problem, &places);
+  if (!wrong.empty()) throw std::invalid_argument(std::string(wrong) + " is none of its type");
   return problem;
 }
 
