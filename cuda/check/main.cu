@@ -134,8 +134,8 @@ bool IsCorrectPlaced(const QuantizedMatmul& problem, const DeviceProblem& data, 
   const PlacedProblem placed(problem, data.buffers(0), Places::Of(turn));
   data.Poison();
   placed.Restore();
-  Check(LaunchProducts({{problem, placed.buffers()}}, data.workspace_bytes(), 0, nullptr),
-        "LaunchProducts");
+  Check(LaunchProduct({problem, placed.buffers()}, data.workspace_bytes(), 0, nullptr),
+        "LaunchProduct");
   placed.CopyResult();
   return IsWithin("placed " + std::to_string(turn), problem, data);
 }

@@ -20,6 +20,7 @@ from . import memory
 from .cache import Cache, bucket, nbytes
 from .language_model import LanguageModel
 from .sampling import NOT_A_NUMBER, Counts, Sampling, checked, random_key, sample
+from .schema import Masks
 
 LARGEST_CHUNK = 512  # tokens of a prompt that one call takes
 SMALLEST_CHUNK = 16
@@ -114,6 +115,7 @@ def run(
     *,
     n: int = 1,
     logprobs: int | None = None,
+    masks: Masks | None = None,
     kept: Kept | None = None,
     growing: bool = False,
     endless: bool = False,
@@ -124,8 +126,8 @@ def run(
     The batch contains `n` sequences of each prompt, one after the other. Each ends by `config.eos`,
     unless `endless`, by `max_new_tokens`, and by the context; the loop ends with the last of them.
     With `kept`, for one prompt, only the tokens after a prefix that it contains are read. With
-    `growing`, the first group is one token, on a GPU 8, and groups double while they take less than
-    0.1 s.
+    `masks`, groups are one token. With `growing`, the first group is one token, on a GPU 8, and
+    groups double while they take less than 0.1 s.
     """
     division = model.decoder.division
     if division is not None:
@@ -157,12 +159,14 @@ def run(
     ends = Ends(
         jnp.asarray(() if endless else config.eos, jnp.int32), jnp.asarray(positions, jnp.int32)
     )
-    stride = _stride(model)
+    stride = 1 if masks is not None else _stride(model)
     draw = functools.partial(decode, *nnx.split(model.decoder))
     key, size = random_key(seed), stride
     count = 0  # drawing nothing compiles the loop, so that whoever measures time starts after that
     while True:
         began = time.perf_counter()
+        if masks is not None and count > 0:
+            state = state._replace(logits=masks.apply(state.logits))
         steps = -(-count // stride) * stride
         drawn, state = draw(state, np.int32(steps), ends, key, sampling, logprobs, stride)
         drawn = Drawn(*(None if x is None else np.asarray(x)[:, :count] for x in drawn))
@@ -173,13 +177,15 @@ def run(
             tokens = [token for token in drawn.tokens[0].tolist() if token >= 0]
             # Steps after the last token may have overwritten the last slot.
             kept.tokens = (kept.tokens + tokens)[: kept.slots - (steps > count)]
+        if masks is not None and count > 0:
+            masks.add(drawn.tokens[:, 0])
         if count > 0 and time.perf_counter() - began < _PATIENCE:
             size = min(2 * size, _TOKENS)
         yield drawn
         left -= count
         if left == 0 or (count > 0 and (drawn.tokens[:, -1] < 0).all()):
             return
-        count = min(left, size if growing else _TOKENS)
+        count = min(left, 1 if masks is not None else size if growing else _TOKENS)
 
 
 def _stride(model: LanguageModel) -> int:

@@ -3,6 +3,7 @@
 A device has whole heads, an equal share of the hidden features of every MLP, and an equal share of
 the vocabulary. The weights of queries, keys, values, gate and up are divided along n. The output
 and down projections are divided along k, so their products are partial sums of the residual stream.
+In a mixture of experts a device has whole experts instead, and sums the choices of those.
 Two all-reduces in each block add these; in a decode step, kernels within its calls add them if
 possible (`Division.exchanging`). Embedding and head are divided along the vocabulary, the cache
 along its heads, and everything else is on every device.
@@ -34,9 +35,15 @@ from .sampling import first_largest
 _VOCABULARY = ("embedding", "head")
 _ALONG_N = ("q", "k", "v", "qkv", "gate", "up", "gate_up", *_VOCABULARY)
 _ALONG_K = ("o", "down")
+_ADAPTER = ("base", "lora_a", "lora_b")  # variables of an adapted weight
 _VECTORS = (
-    *("q_bias", "k_bias", "v_bias", "biases", "gate_bias", "up_bias"),
-    *("q_all_norm", "k_all_norm"),
+    *("q_bias", "k_bias", "v_bias", "biases", "gate_bias", "up_bias", "gate_up_bias"),
+    *("q_all_norm", "k_all_norm", "sinks"),
+)
+# Of experts, which are divided along their axis.
+_EXPERTS = (
+    *("gate", "up", "gate_up", "down"),
+    *("gate_bias", "up_bias", "gate_up_bias", "down_bias"),
 )
 
 
@@ -59,6 +66,7 @@ class Division:
     """The mesh with one axis of a divided decoder."""
 
     mesh: jax.sharding.Mesh
+    experts: bool = False  # whether the decoder has experts
 
     @classmethod
     def of(
@@ -88,7 +96,9 @@ class Division:
                 f"{', '.join(possible)}."
             )
         # Arrays have no sharding in their types, so that the loop around the decoder is as ever.
-        return cls(jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,)))
+        axis_types = (AxisType.Auto,)
+        mesh = jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=axis_types)
+        return cls(mesh, config.experts > 0)
 
     @property
     def axis(self) -> str:
@@ -106,11 +116,11 @@ class Division:
         """A weight, by its name, on the devices; a vocabulary that needs padding as it is."""
         if self._padding(name, weight):
             return weight
-        weight = self.divisible(name, weight)
+        weight, entries = self.divisible(name, weight), self._entries(name)
         if isinstance(weight, QuantizedArray):
-            specs: Any = _specs(weight, self._entries(name), self.mesh)
+            specs: Any = _specs(weight, entries, self.mesh)
         else:
-            specs = jax.P(*self._entries(name))
+            specs = jax.P(*_padded(entries, weight.ndim)) if entries else jax.P()
         shardings = jax.tree.map(functools.partial(jax.NamedSharding, self.mesh), specs)
         return jax.device_put(weight, shardings)
 
@@ -118,7 +128,8 @@ class Division:
         """A matrix whose rows are divided within super-blocks with a float32 scale for each group;
         others as they are."""
         two_levels = isinstance(weight, QuantizedArray) and weight.format.scale == "two_level"
-        if not two_levels or _kind(name) not in _ALONG_K:
+        entries = self._entries(name)
+        if not two_levels or len(entries) < 2 or entries[-2] is None:
             return weight
         if weight.k // self.parts % SUPER_BLOCK == 0:
             return weight
@@ -164,10 +175,16 @@ class Division:
         )
 
     def _padding(self, name: str, weight: Any) -> int:
-        return -weight.shape[-1] % (ATOM * self.parts) if _kind(name) in _VOCABULARY else 0
+        if _kind(name) not in _VOCABULARY or _part(name) == "lora_a":
+            return 0
+        return -weight.shape[-1] % (ATOM * self.parts)
 
     def _entries(self, name: str) -> tuple[Any, ...]:
-        kind = _kind(name)
+        kind, part = _kind(name), _part(name)
+        if self.experts and kind in _EXPERTS:
+            return (self.axis, None) if kind.endswith("_bias") else (self.axis, None, None)
+        if part in ("lora_a", "lora_b") and (part == "lora_a") != (kind in _ALONG_K):
+            return ()
         if kind in _ALONG_K:
             return (self.axis, None)
         if kind in _ALONG_N:
@@ -194,7 +211,7 @@ class Division:
             weight = weights.pop(name)
             variable.set_value(self.place(name, weight))
             if entries := self._entries(name):
-                entries = (*[None] * (weight.ndim - len(entries)), *entries)
+                entries = _padded(entries, weight.ndim)
                 variable.set_metadata(out_sharding=entries, mesh=self.mesh)
 
     def on_each(
@@ -259,6 +276,10 @@ class Division:
         own = jnp.where(known, tokens - lax.axis_index(self.axis) * columns, columns)
         there = (own >= 0) & (own < columns)
         return jnp.where(there | ~known, own, 0), there | ~known
+
+    def first(self, count: int) -> Array:
+        """The number of the first of `count` experts that this device has, int32 ()."""
+        return (lax.axis_index(self.axis) * count).astype(jnp.int32)
 
     def exchanging(self, rows: int) -> tuple[int, ...]:
         """CUDA's numbers of the devices, if a decode step of so many rows adds parts within its
@@ -325,7 +346,8 @@ def add_parts(division: Division | None, product: Callable[[Any], Array], dtype:
 
 def _undivided(config: Config, formats: Mapping[str, Format | None], parts: int) -> str | None:
     """Why a decoder is not divided into so many parts, or None."""
-    for name in ("heads", "kv_heads", "hidden"):
+    whole = "experts" if config.experts else "hidden"
+    for name in ("heads", "kv_heads", whole):
         if (size := getattr(config, name)) % parts:
             return f"{name}={size} is no multiple of {parts} devices, each of which has its own"
     if parts == 1:
@@ -334,8 +356,9 @@ def _undivided(config: Config, formats: Mapping[str, Format | None], parts: int)
     features = {
         "heads": attended,
         "kv_heads": config.kv_heads * config.head_size,
-        "hidden": config.hidden,
     }
+    if not config.experts:
+        features["hidden"] = config.hidden
     for name, size in features.items():
         if size // parts % ATOM:
             return (
@@ -343,7 +366,7 @@ def _undivided(config: Config, formats: Mapping[str, Format | None], parts: int)
                 f"but words are cut in multiples of {ATOM}"
             )
     for name, format in formats.items():
-        size = {"o": attended, "down": config.hidden}.get(_kind(name))
+        size = {"o": attended, "down": features.get("hidden")}.get(_kind(name))
         if size is None or format is None:
             continue
         unit = format.expanded.shard_unit  # super-blocks may be expanded
@@ -357,10 +380,22 @@ def _undivided(config: Config, formats: Mapping[str, Format | None], parts: int)
 
 def _specs(array: QuantizedArray, entries: Any, mesh: Any) -> QuantizedArray:
     """The specs of the leaves of a matrix that is divided as `entries`."""
-    *_, k, n = (None, None, *entries)
-    return array.partition_spec(mesh, k=k, n=n)
+    *lead, k, n = _padded(entries, array.ndim)
+    return array.partition_spec(mesh, k=k, n=n, lead=tuple(lead))
+
+
+def _padded(entries: Any, ndim: int) -> tuple[Any, ...]:
+    """The entries of the last axes of an array, and None for the others."""
+    return (*[None] * (ndim - len(entries)), *entries)
 
 
 def _kind(name: str) -> str:
-    """What decides how a weight is divided: the last word of its name that is no number."""
-    return next(word for word in reversed(name.split(".")) if not word.isdigit())
+    """What decides how a weight is divided: the last word of its name that is no number, and no
+    part of an adapted weight."""
+    words = reversed(name.split("."))
+    return next(word for word in words if not word.isdigit() and word not in _ADAPTER)
+
+
+def _part(name: str) -> str:
+    """The last word of a name."""
+    return name.rpartition(".")[2]
