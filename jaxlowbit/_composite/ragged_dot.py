@@ -194,7 +194,7 @@ class _RaggedDot(Call):
         gate, up = (
             quantized_matmul(
                 x,
-                weight._with(index=weight.index[i]),
+                weight._with(index=jnp.asarray(weight.index)[i]),
                 bias=None if bias is None else bias[i],
                 preferred_element_type=jnp.float32,
                 **options,
@@ -262,10 +262,9 @@ def _bounds(sizes: Array, offset: Array, m: int, experts: int) -> Array:
 
 
 def _block_size(m: int, experts: int) -> int:
-    """Rows of a block: for small groups enough for most of them, for large ones little padding."""
+    """Rows of a block: a power of two near the mean group, or half of it, so little is padded."""
     mean = -(-m // experts)
-    rows = 2 * m // experts if mean <= 16 else min(max(32, mean // 2), 256)
-    return 1 << max(rows - 1, 0).bit_length()
+    return min(1 << ((mean if mean < 64 else mean // 2).bit_length() - 1), 256)
 
 
 def _expert(rhs: QuantizedArray, expert: Array) -> QuantizedArray:
