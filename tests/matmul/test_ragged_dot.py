@@ -33,7 +33,6 @@ from jaxlowbit import (
     Format,
     QuantizedActivations,
     quantize_activations,
-    quantized_matmul,
     quantized_ragged_dot,
 )
 from jaxlowbit._composite import ragged_dot
@@ -183,7 +182,7 @@ def sizes_of(draw: st.DrawFn, case: Case) -> tuple[int, ...]:
 
 
 # HYPOTHESIS_PROFILE=thorough draws 2,000 cases; the gate compiles only some of them.
-PROGRAMS, COUNT = (14, 80) if hypothesis.settings().derandomize else (1500, 2000)
+PROGRAMS, COUNT = (10, 80) if hypothesis.settings().derandomize else (1500, 2000)
 
 
 @hypothesis.given(st.data())
@@ -296,15 +295,8 @@ def test_rows_of_others_do_not_matter():
 
 
 def test_rounded_rows():
-    rounded = quantize_activations(LHS, jnp.int8)
+    rounded = jax.jit(quantize_activations)(LHS)  # int8
     np.testing.assert_array_equal(ragged(lhs_qtype=jnp.int8), ragged(rounded))
-
-
-def test_a_group_is_a_product_of_its_rows():
-    lhs, bias = LHS[3:8].astype(jnp.bfloat16), np.ones((1, N), np.float32)
-    got = ragged(lhs, STACK[2:3], np.array([5], np.int32), bias=bias, activation="gelu")
-    want = quantized_matmul(lhs, STACK[2], bias=jnp.ones(N), activation="gelu")
-    np.testing.assert_allclose(got.astype(np.float32), want.astype(np.float32), rtol=2**-7)
 
 
 def test_floats_are_those_of_one_expert():
