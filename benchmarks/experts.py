@@ -6,7 +6,7 @@
 
 Each token chooses its experts at random, all equally likely. Sizes of groups, or the choices, are
 operands on the device. Weights rotate over copies, so that no call finds its experts in the cache.
-Times are those of `timing.microseconds_per_call`. A result is checked before it is timed.
+`timing.microseconds_per_call` takes the times. A result is checked before it is timed.
 
 - products: `quantized_ragged_dot`, gate and up as one matrix (k, 2 hidden), and down (hidden, k),
   without an epilogue.
@@ -88,7 +88,7 @@ def random_stack(
     """Matrices of random codes with columns of norm near 1."""
     blocks = (layout.blocks(n), layout.blocks(k))
     keys = jax.random.split(key)
-    words = (*lead, *layout.packed_shape(k, n, format.bits))
+    words = (*lead, *blocks, 128 * format.bits)
     groups = -(-blocks[1] * layout.ATOM // format.group_size)
     shape = (*lead, blocks[0], groups, layout.ATOM)
     numbers = np.array(format.values or np.arange(2**format.bits) - format.offset, np.float64)
@@ -137,7 +137,7 @@ def matrix_bytes(k: int, n: int, format: Format | None) -> int:
 
 
 def copies(read: float) -> int:
-    """Stacks of which a call reads `read` bytes, so that they leave the cache in between."""
+    """The number of stacks that call after call rotates over, each reading `read` bytes."""
     return min(MOST_COPIES, max(1, math.ceil(COLD_BYTES / read)))
 
 
@@ -202,7 +202,7 @@ def our_moe(x: jax.Array, operands: Any) -> jax.Array:
 
 
 def xla_moe(x: jax.Array, operands: Any) -> jax.Array:
-    """The same by sorting, two `ragged_dot`s and a sum, in bfloat16."""
+    """Sorts, multiplies by `ragged_dot` in bfloat16, and sums."""
     gate_up, down, expert, weight = operands
     experts, top = down.shape[0], expert.shape[1]
     order = jnp.argsort(expert.reshape(-1), stable=True)

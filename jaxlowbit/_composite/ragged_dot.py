@@ -243,7 +243,7 @@ class _Blocks(NamedTuple):
 
 
 def _blocks(sizes: Array, offset: Array, m: int, experts: int) -> _Blocks:
-    """Divides the rows of the experts into blocks, of which there are at most `count`."""
+    """Divides the rows of the experts into at most `count` blocks."""
     size, int32 = _block_size(m, experts), jnp.int32
     count = (m + (size - 1) * min(experts, m)) // size
     bounds = _bounds(sizes, offset, m, experts)
@@ -365,5 +365,5 @@ def checked_offset(caller: str, group_offset: Any) -> Array:
 
 
 def matrix(weight: QuantizedArray) -> QuantizedArray:
-    """The first matrix of a stack, as a view: its sharding is that of every matrix."""
+    """The first matrix of a stack, as a view, for the sharding of a result."""
     return weight._with(index=jnp.int32(0))

@@ -122,7 +122,7 @@ def test_dtypes_and_leading_axes():
 
 
 def test_experts_that_are_not_here_contribute_nothing():
-    """Neither do their weights, even NaN; an expert that occurs twice counts twice."""
+    """Their weights may be NaN. An expert that occurs twice counts twice."""
     expert = EXPERT.at[0, 0].set(EXPERTS).at[1, 1].set(-1).at[2].set(3)
     weight = WEIGHT.at[0, 0].set(jnp.nan).at[1, 1].set(jnp.inf)
     got = moe(X, expert, weight, GATE_UP, DOWN)

@@ -157,7 +157,7 @@ def exact_and_bound(case: Case, sizes: Any) -> tuple[np.ndarray, np.ndarray]:
             finished(Oracle(*(x[i] for x in own)), "float32", bias=bias[i]) for i in range(2)
         )
         exact = gpt_oss(gate, up)
-        # The factor of the gate has slopes up to 1.1 and is at most 7; that of up is at most 8.
+        # The gate's factor is at most 7, with slopes up to 1.1; the other factor is at most 8.
         bound = 1.1 * 8 * gate_bound + 7 * up_bound + 2.0**-20 * (np.abs(exact) + 8)
         bound += float(jnp.finfo(dtype).eps) * (np.abs(exact) + bound)
         bound += float(jnp.finfo(dtype).smallest_subnormal)
@@ -300,7 +300,7 @@ def test_rounded_rows():
 
 
 def test_floats_are_those_of_one_expert():
-    """The definition dequantizes one matrix at a time, whatever the number of experts."""
+    """The definition dequantizes one matrix at a time."""
     stack = quantize(np.ones((64, K, N), np.float32), Format(4))
     lhs, sizes = jnp.ones((256, K), jnp.float32), jnp.full(64, 4, jnp.int32)
 
