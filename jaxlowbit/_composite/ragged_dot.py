@@ -23,6 +23,7 @@ from .._matmul.call import Call, Rows, Weights, run
 from .._matmul.epilogue import Activation, GatedActivation
 from .._matmul.options import Backend, Options
 from .._matmul.primitive import equally_varying
+from .._matmul.quantized_lhs import check_float32_sums
 
 
 def quantized_ragged_dot(
@@ -296,15 +297,15 @@ def _expert(rhs: QuantizedArray, expert: Array) -> QuantizedArray:
     return rhs._with(index=index[..., expert])
 
 
-def check_activation(caller: str, activation: Any, *, pairs: bool) -> None:
-    """Raises for an unknown activation, and for one of pairs without them."""
+def check_activation(caller: str, activation: Any, *, pairs: bool, optional: bool = True) -> None:
+    """Raises for an unknown activation, and for gpt-oss's of matrices that are no pairs."""
     names = get_args(GatedActivation if pairs else Activation)
     if not pairs and activation == "gpt_oss":
         raise ValueError(
             f"{caller}: activation is {activation!r}, which has a gate and an up, but rhs is one "
             "matrix per expert; stack both as pairs (2, experts, k, n)."
         )
-    checks.choice(caller, "activation", activation, names, optional=True)
+    checks.choice(caller, "activation", activation, names, optional=optional)
 
 
 def check_rows(caller: str, lhs: Any, rhs: QuantizedArray, lhs_qtype: Any, options: Options) -> Any:
@@ -323,11 +324,7 @@ def check_rows(caller: str, lhs: Any, rhs: QuantizedArray, lhs_qtype: Any, optio
         options.check_rows(caller, floats, rhs)
         return None
     dtype = None if given else value_dtype(caller, "lhs_qtype", lhs_qtype)
-    if options.precision is not None:
-        raise ValueError(
-            f"{caller}: precision is {options.precision}, but quantized activations are multiplied "
-            "in bfloat16 with float32 sums; leave precision out."
-        )
+    check_float32_sums(caller, options)
     values = jax.ShapeDtypeStruct(floats.shape, EXACT)
     options.replace(backend=None).check_rows(caller, floats, rhs)
     options.replace(preferred_element_type=None).check_rows(caller, values, rhs)
