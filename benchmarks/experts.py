@@ -372,7 +372,8 @@ def main(arguments: list[str] | None = None) -> None:
     table = markdown(rows, options.tokens)
     print(table)
     if options.markdown:
-        options.markdown.write_text(f"{results.describe(environment)}, us\n\n{table}")
+        page = f"{results.describe(environment)}, us\n\n{table}"
+        options.markdown.write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":
