@@ -30,10 +30,10 @@ bool HaveSameWays(const std::vector<Question>& questions, void* const* pointers)
 Buffers BuffersAt(const Addresses& addresses, void* const* pointers) {
   Buffers buffers;
   buffers.codebook = addresses.codebook;
-#define JAXLOWBIT_BUFFER(type, name)                                                   \
-  if (addresses.name.buffer >= 0) {                                                    \
-    char* const data = static_cast<char*>(pointers[addresses.name.buffer]);            \
-    buffers.name = reinterpret_cast<type*>(data + addresses.name.offset);              \
+#define JAXLOWBIT_BUFFER(type, name)                                        \
+  if (addresses.name.buffer >= 0) {                                         \
+    char* const data = static_cast<char*>(pointers[addresses.name.buffer]); \
+    buffers.name = reinterpret_cast<type*>(data + addresses.name.offset);   \
   }
 #include "cuda/buffers.def"
   return buffers;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What plans know about the pointers of a call. A plan is made without pointers, for buffers at addresses that are
-// known at launch. It may ask `Ways` about alignment and overlap, and every answer is recorded: the plan is valid for
-// all pointers for which the answers are the same.
+// Ways in which the pointers of a call lie. A plan is made without pointers, for buffers at addresses that are known at
+// launch. It may ask `Ways` about alignment and overlap, and every answer is recorded: the plan is valid for all pointers
+// with the same answers.
 #pragma once
 
 #include <cstddef>

@@ -109,8 +109,7 @@ ffi::Error Instantiate(ffi::Dictionary dictionary) {
     std::vector<Step> steps;
     const ffi::Error error = attributes.Decode(&products, &steps);
     if (error.failure()) return error;
-    StartCompiling(
-        [&](const Target& target) { return PlanAttributes(products, steps, target); });
+    StartCompiling([&](const Target& target) { return PlanAttributes(products, steps, target); });
     return error;
   });
   static_cast<void>(ignored);

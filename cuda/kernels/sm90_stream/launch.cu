@@ -83,12 +83,11 @@ class StreamLaunch final : public KernelLaunch {
     const QuantizedMatmul& problem = step.problem;
     const Choice& choice = step.choice;
     const QuantizedMatmul blocks = BlocksOf(problem, choice.block_m);
-    params_ = ParamsOf(blocks, step.products.front().buffers, choice,
-                       CtasPerSm(blocks, device, choice));
+    params_ =
+        ParamsOf(blocks, step.products.front().buffers, choice, CtasPerSm(blocks, device, choice));
     params_.ragged = RaggedOf(problem);
     const int clusters = AssignClusters(step.products, choice.slices, params_);
-    const int64_t batch =
-        problem.is_ragged() ? MaxBlocks(problem, choice.block_m) : problem.batch;
+    const int64_t batch = problem.is_ragged() ? MaxBlocks(problem, choice.block_m) : problem.batch;
     grid_ = dim3(static_cast<unsigned>(clusters * cluster_ctas_), static_cast<unsigned>(batch));
     lhs_ = ShapeOfMatrix(problem.lhs, problem.batch * problem.m, problem.k, params_.plan.lhs_rows,
                          params_.plan.stage_atoms);
