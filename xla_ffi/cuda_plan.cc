@@ -303,16 +303,21 @@ class Sequence {
   ffi::Error FindDevices() {
     const auto group = call_.attributes.Find<ffi::Span<const int64_t>>("devices");
     if (!group || group->size() < 2) return ffi::Error::Success();
-    const QuantizedMatmul& p = call_.operands[0].problem;
-    if (p.m > kMaxExchangeRows) {
-      return InvalidArgument("a block on several devices has " + std::to_string(p.m) +
-                             " rows but at most " + std::to_string(kMaxExchangeRows) +
-                             " are possible.");
+    const auto normalizes = [](const Step& step) { return step.kind == StepKind::kNormalize; };
+    const auto step = std::find_if(call_.steps.begin(), call_.steps.end(), normalizes);
+    if (step == call_.steps.end()) return ffi::Error::Success();
+    const auto shape = call_.At(step->x).dimensions();
+    const int64_t rows = shape[0] * shape[1], columns = shape[2];
+    if (rows > kMaxExchangeRows) {
+      return InvalidArgument("several devices add " + std::to_string(rows) + " rows but at most " +
+                             std::to_string(kMaxExchangeRows) + " are possible.");
     }
+    loaded_.exchanges = true;
     const std::vector<int> devices(group->begin(), group->end());
-    return ToError(FindExchange(devices, ordinal(), p.n, &exchange_),
-                   "finding memory that " + std::to_string(devices.size()) + " devices share, as " +
-                       Describe(p, ordinal()) + ",");
+    return ToError(FindExchange(devices, ordinal(), columns, &exchange_),
+                   "finding memory that " + std::to_string(devices.size()) + " devices share for " +
+                       std::to_string(rows) + " rows of " + std::to_string(columns) +
+                       " on CUDA device " + std::to_string(ordinal()));
   }
 
   // Redirects to the workspace each result that overlaps another result, or a buffer that the same or a later step

@@ -20,6 +20,7 @@ struct LoadedCall {
     std::string what;  // it does, for errors
   };
   std::vector<Step> steps;
+  bool exchanges = false;  // with other devices, whose failure ends the next execution
 };
 
 // Decodes a call and plans it for a device. `ways`: of the call's pointers, operands before results.

@@ -75,7 +75,10 @@ ffi::Error Run(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets 
       if (error.failure()) return named(error);
       loaded = planned.get();
     }
-    if (!kExecutes) return ffi::Error::Success();
+    if (!kExecutes) {
+      const std::string failure = loaded->exchanges ? ExchangeFailure() : "";
+      return failure.empty() ? ffi::Error::Success() : named(ffi::Error::Internal(failure));
+    }
     for (const LoadedCall::Step& step : loaded->steps) {
       status = step.run->Run(key.pointers.data(), stream);
       if (status != cudaSuccess) return named(ToError(status, step.what));

@@ -12,7 +12,7 @@ import pytest
 
 from jaxlowbit._backends.extension import ffi
 
-MOST = 75
+MOST = 40
 """Functions that run while a product is traced and lowered: lower it, never raise it."""
 
 MOST_COMPILED = {

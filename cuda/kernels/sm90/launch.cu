@@ -27,8 +27,9 @@ Form FormOf(const Epilogue& epilogue) {
       return epilogue.gated ? Form::kOther : Form::kRelu;
     case Activation::kGelu:
       return epilogue.gated ? Form::kOther : Form::kGelu;
+    default:
+      return Form::kOther;
   }
-  return Form::kOther;
 }
 
 // All parameters but the pointers and tensor maps.
