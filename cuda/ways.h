@@ -47,9 +47,13 @@ struct PlannedProduct {
 };
 
 struct Question {
-  enum class Kind { kRemainder, kSame, kOverlap } kind;
+  enum class Kind {
+    kAligned,  // a, to kAlignment
+    kSame,     // a and b
+    kOverlap   // a and b
+  } kind;
   AddressExtent a, b;
-  int64_t answer = 0;
+  bool answer = false;
 };
 
 class Ways {
@@ -66,7 +70,7 @@ class Ways {
 
  private:
   // `question` has the answer for typical pointers.
-  int64_t Ask(const Question& question);
+  bool Ask(const Question& question);
 
   void* const* pointers_;
   std::vector<Question> questions_;
