@@ -37,7 +37,11 @@ enum class ZeroKind { kNone, kInteger, kFloat };
   ACTIVATION(kSilu, "silu", Sigmoid(x) * x)                                                  \
   ACTIVATION(kGelu, "gelu", Phi(x) * x)                                                      \
   ACTIVATION(kGeluTanh, "gelu_tanh", Sigmoid(1.59576912f * (x + 0.044715f * x * x * x)) * x) \
-  ACTIVATION(kRelu, "relu", x < Vec{} ? Vec{} : x)
+  ACTIVATION(kRelu, "relu", x < Vec{} ? Vec{} : x)                                           \
+  ACTIVATION(kGptOss, "gpt_oss", Sigmoid(1.702f * Below(x)) * Below(x))
+
+// kGptOss clamps the gate from above and up from both sides, and adds 1 to up. https://github.com/openai/gpt-oss
+inline constexpr float kGptOssLimit = 7;
 
 #define JAXLOWBIT_ENUMERATOR(enumerator, name, formula) enumerator,
 enum class Activation { JAXLOWBIT_ACTIVATIONS(JAXLOWBIT_ENUMERATOR) };
