@@ -21,7 +21,7 @@ from .._matmul import epilogue
 from .._matmul.api import quantized_matmul
 from .._matmul.call import Call, Rows, Weights, run
 from .._matmul.epilogue import Activation, GatedActivation
-from .._matmul.options import Backend, Options
+from .._matmul.options import FLOAT16_SUMS, Backend, Options
 from .._matmul.primitive import equally_varying
 
 
@@ -324,9 +324,9 @@ def check_rows(caller: str, lhs: Any, rhs: QuantizedArray, lhs_qtype: Any, optio
         options.check_rows(caller, floats, rhs)
         return None
     dtype = None if given else value_dtype(caller, "lhs_qtype", lhs_qtype)
-    if options.precision is not None:
+    if options.accumulate_float16:
         raise ValueError(
-            f"{caller}: precision is {options.precision}, but quantized activations are multiplied "
+            f"{caller}: precision is {FLOAT16_SUMS}, but quantized activations are multiplied "
             "in bfloat16 with float32 sums; leave precision out."
         )
     values = jax.ShapeDtypeStruct(floats.shape, EXACT)
