@@ -32,9 +32,8 @@ from .._matmul.api import quantized_matmul
 from . import attention, experts, rope
 from .cache import Cache
 from .config import Config
-from .sharding import Division, MatrixVariable, add_parts
-
-Weight = QuantizedArray | Array
+from .low_rank import LowRank, Weight, base_of, variable
+from .sharding import Division, add_parts
 
 
 class Block(nnx.Module):
@@ -50,11 +49,11 @@ class Block(nnx.Module):
     def __init__(
         self,
         config: Config,
-        weight_of: Callable[[str], Weight],
+        weight_of: Callable[[str], Any],
         index: int,
         lhs_qtype: Any = None,
     ):
-        def weight(name: str) -> nnx.Variable:
+        def weight(name: str) -> Any:
             return variable(weight_of(f"layers.{index}.{name}"))
 
         def norm(name: str) -> nnx.Param:
@@ -92,8 +91,8 @@ class Block(nnx.Module):
         self.post_mlp_norm = norm("post_mlp_norm") if post else None
 
     @property
-    def weights(self) -> list[nnx.Variable]:
-        """All matrices, and stacks of them."""
+    def weights(self) -> list[Any]:
+        """All matrices, and stacks of them, as variables or `Adapted`."""
         return [*self.qkv, self.o, *self.gate_up, self.down]
 
     @property
@@ -134,7 +133,7 @@ class Block(nnx.Module):
         return self.mlp_norm.get_value()
 
     @property
-    def matrices(self) -> list[Weight]:
+    def matrices(self) -> list[Weight | LowRank]:
         """The weights of queries, keys and values."""
         return [weight.get_value() for weight in self.qkv]
 
@@ -142,7 +141,7 @@ class Block(nnx.Module):
         """Products of the normalized x with the weights of queries, keys and values."""
         normalized = self.normalize(x, self.attention_norm)
         if not self.rounds(x):
-            return products(normalized, self.matrices)
+            return _products(normalized, self.matrices)
         return tuple(self.multiply(normalized, weight) for weight in self.matrices)
 
     def step(
@@ -402,12 +401,15 @@ class Block(nnx.Module):
         return self.multiply((activate(gate) * up).astype(x.dtype), down, dtype, divided=True)
 
     def multiply(
-        self, x: Array, weight: Weight, dtype: Any = None, *, divided: bool = False
+        self, x: Array, weight: Weight | LowRank, dtype: Any = None, *, divided: bool = False
     ) -> Array:
         """`multiply`, with x in `lhs_qtype` if the weight is quantized and `rounds(x)`.
 
         `divided`: whether each device of a mesh has a part of every token; they share its scale.
         """
+        if isinstance(weight, LowRank):
+            product = self.multiply(x, weight.base, jnp.float32, divided=divided)
+            return weight.add(product, x, dtype or x.dtype)
         if not self.rounds(x) or not isinstance(weight, QuantizedArray):
             return multiply(x, weight, dtype)
         if not divided or self.division is None:
@@ -435,37 +437,38 @@ def biased(x: Array, bias: nnx.Variable | None) -> Array:
     return x if bias is None else x + bias.get_value()[None, None].astype(x.dtype)
 
 
-def multiply(x: Any, weight: Weight, dtype: Any = None) -> Array:
+def multiply(x: Any, weight: Weight | LowRank, dtype: Any = None) -> Array:
     """`x @ weight`, accumulated in float32 and rounded to `dtype`, by default the dtype of x."""
+    if isinstance(weight, LowRank):
+        return weight.add(multiply(x, weight.base, jnp.float32), x, dtype or x.dtype)
     if isinstance(weight, QuantizedArray):
         return quantized_matmul(x, weight, preferred_element_type=dtype)
     product = jnp.matmul(x, weight.astype(x.dtype), preferred_element_type=jnp.float32)
     return product.astype(dtype or x.dtype)
 
 
-def products(x: Array, weights: Sequence[Weight]) -> tuple[Array, ...]:
-    """`x @ weight` for each weight, in one call if they share a format."""
-    quantized = [weight for weight in weights if isinstance(weight, QuantizedArray)]
-    formats = {weight.format for weight in quantized}
-    if len(quantized) == len(weights) and len(formats) == 1:
-        return quantized_matmuls(x, quantized)
-    return tuple(multiply(x, weight) for weight in weights)
-
-
-def variable(weight: Weight) -> nnx.Variable:
-    if isinstance(weight, QuantizedArray):
-        return MatrixVariable(weight)
-    return nnx.Param(jnp.asarray(weight))
+def _products(x: Array, weights: Sequence[Weight | LowRank]) -> tuple[Array, ...]:
+    """`x @ weight` for each weight, in one call, except adapters, if they share a format."""
+    bases = [base_of(weight) for weight in weights]
+    formats = {base.format if isinstance(base, QuantizedArray) else None for base in bases}
+    if len(formats) > 1 or None in formats:
+        return tuple(multiply(x, weight) for weight in weights)
+    adapted = any(isinstance(weight, LowRank) for weight in weights)
+    found = quantized_matmuls(x, bases, preferred_element_type=jnp.float32 if adapted else None)
+    return tuple(
+        weight.add(product, x, x.dtype) if isinstance(weight, LowRank) else product.astype(x.dtype)
+        for product, weight in zip(found, weights, strict=True)
+    )
 
 
 def norm_variable(config: Config, scale: Any) -> nnx.Param:
     return nnx.Param(jnp.asarray(scale).astype(jnp.float32) + config.norm_offset)
 
 
-def _paired(gate: Weight, up: Weight) -> list[nnx.Variable]:
+def _paired(gate: Any, up: Any) -> list[Any]:
     """Gate and up, as one stack (2, width, hidden) if both are quantized alike."""
     quantized = isinstance(gate, QuantizedArray) and isinstance(up, QuantizedArray)
-    alike = jax.tree.structure(gate) == jax.tree.structure(up) and gate.dtype == up.dtype
-    if quantized and alike:
+    alike = jax.tree.structure(gate) == jax.tree.structure(up)
+    if quantized and alike and gate.dtype == up.dtype:
         return [variable(jax.tree.map(lambda *leaves: jnp.stack(leaves), gate, up))]
     return [variable(gate), variable(up)]

@@ -15,6 +15,7 @@ from .._core import checks
 from .._core.format import INT4, Format, as_format
 from .._flax import arguments
 from . import exporting, huggingface, saved
+from .adapters import adapted, with_adapter
 from .config import Config, check_config
 from .decoder import Decoder, check_rows
 from .load import Header, LoadReport, read, read_header
@@ -83,12 +84,12 @@ def open_file(path: Any) -> Header:
 
     So that a program can check its arguments before the weights are read.
     """
-    with _named_load():
+    with named_load():
         return read_header(path)
 
 
 @contextlib.contextmanager
-def _named_load() -> Iterator[None]:
+def named_load() -> Iterator[None]:
     """Errors about a file begin with the name of the public function."""
     try:
         yield
@@ -109,6 +110,7 @@ def load(
     lhs_qtype: Any = None,
     lhs_min_rows: int | None = None,
     scale_dtype: Any = None,
+    adapter: Any = None,
     mesh: jax.sharding.Mesh | None = None,
     progress: bool = True,
 ) -> LanguageModel:
@@ -134,6 +136,8 @@ def load(
       floats. None for 1 on a CPU, and on a GPU for 32 or 192, as the formats of the weights need.
     - `scale_dtype`: dtype of scales and float zeros. None keeps the values of the file exactly, and
       `"two_level"` also keeps the scales of ggml's K types in two levels, as small as in the file.
+    - `adapter`: None, or a LoRA adapter: a folder in PEFT's format, or a `LoRA`, as for `adapt`.
+      Weights stay as `format` and `rules` make them.
     - `mesh`: the devices to divide it over, as by `shard`; each weight is put there as soon as it
       is read. None for one device.
     - `progress`: whether to show a progress bar.
@@ -144,11 +148,11 @@ def load(
     `FileNotFoundError` if there is no such path, `ValueError` for a damaged file, an unknown
     architecture, type or tokenizer and tensors that are missing or of another shape, each with its
     name, for rules that decide about no matrix, for a quantizer that is unknown, lacks a format or
-    has nothing to round, and for weights that memory lacks; what `shard` raises.
+    has nothing to round, and for weights that memory lacks; what `adapt` and `shard` raise.
     """
     dtype = default_dtype() if dtype is None else dtype
     if isinstance(lhs_qtype, str) and lhs_qtype == "file":
-        with _named_load():
+        with named_load():
             path = path if isinstance(path, Header) else read_header(path)
             lhs_qtype = huggingface.lhs_qtype_of(path.path)
     lhs_qtype = arguments.lhs_qtype("load", lhs_qtype)
@@ -156,10 +160,16 @@ def load(
     decoding = {"dtype": dtype, "lhs_qtype": lhs_qtype, "mesh": mesh}
     options = {"quantizer": quantizer, "calibration": calibration}
     options |= {"scale_dtype": scale_dtype, "progress": progress}
-    with _named_load():
+    with named_load():
+        parts = None
+        if adapter is not None:
+            path = path if isinstance(path, Header) else read_header(path)
+            parts = adapted("load", adapter, path.config)
         checkpoint = read(path, format=format, rules=rules, **decoding, **options)
     decoding["lhs_min_rows"] = lhs_min_rows
-    decoder = Decoder(checkpoint.config, checkpoint.weights, **decoding, consume=True)
+    weights: dict[str, Any] = checkpoint.weights
+    weights = weights if parts is None else with_adapter(weights, parts)
+    decoder = Decoder(checkpoint.config, weights, **decoding, consume=True)
     return LanguageModel(decoder, checkpoint.tokenizer, checkpoint.report)
 
 

@@ -314,6 +314,12 @@ class _Reading(NamedTuple):
         return weight
 
 
+def floats_of(header: Header) -> Source:
+    """The weights of a model in float32, to be read one by one."""
+    reading = _Reading(header.sources, header.config.shapes(), jnp.float32, None, None)
+    return Source(header.config, reading.floats, lambda name: reading.weight(name, None))
+
+
 def _identity(path: Path) -> list[Any]:
     """The name, size and time of each file of a model."""
     files = sorted(path.iterdir()) if path.is_dir() else [path]

@@ -14,8 +14,8 @@ from .._core.array import QuantizedArray
 from .._core.dequantize import of_codes
 from .._core.format import Format
 from . import memory
-from .block import Weight
 from .config import Config, is_matrix
+from .low_rank import Weight
 from .sampling import random_key
 from .sharding import Division
 
@@ -60,8 +60,8 @@ def random_weights(
 def _matrices(key: Array, shape: tuple[int, ...], format: Format, dtype: Any) -> QuantizedArray:
     """A matrix (k, n), or a stack (..., k, n)."""
     *lead, k, n = shape
-    groups = super_blocks.scale_shape(k, n, format)
-    packed = jax.random.bits(key, (*lead, *layout.packed_shape(k, n, format.bits)), jnp.uint32)
+    words, groups = super_blocks.stored_shapes(k, n, format)
+    packed = jax.random.bits(key, (*lead, *words), jnp.uint32)
     scale = math.sqrt(12 / k) / 2**format.bits
     if format.codebook is not None:
         numbers = np.array(format.values)

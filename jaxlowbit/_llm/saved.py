@@ -30,6 +30,7 @@ from ..checkpoint._saved import KEY, Saved, read_saved, write
 from .config import Config, RopeScaling, is_matrix
 from .decoder import Decoder
 from .gguf_file import File
+from .low_rank import LowRank
 from .tokenizer import Tokenizer
 
 TOKENIZER = "tokenizer.gguf"
@@ -62,7 +63,7 @@ def write_model(
 ) -> None:
     """Writes a model to a folder that gets its name when it is complete."""
     source = source_of("save", tokenizer)
-    config, weights = weights_of(decoder)
+    config, weights = without_adapter("save", decoder)
     with new_folder("save", path, overwrite) as folder:
         write(folder, weights, progress=progress)
         _write_config(folder, config, source)
@@ -80,6 +81,21 @@ def weights_of(decoder: Decoder) -> tuple[Config, dict[str, Any]]:
         weight = _weight(decoder, name)
         found[name] = _without_padding(weight, shape[-1]) if weight.shape != shape else weight
     return config.replace(norm_offset=0.0), found
+
+
+def without_adapter(caller: str, decoder: Decoder) -> tuple[Config, dict[str, Any]]:
+    """`weights_of` a model without an adapter.
+
+    **Raises:** `ValueError` for one with an adapter.
+    """
+    config, weights = weights_of(decoder)
+    for name, weight in weights.items():
+        if isinstance(weight, LowRank):
+            raise ValueError(
+                f"{caller}: {name} has an adapter, which is not part of such a file; save_adapter "
+                "writes the adapter, and merge_adapter adds it to the weights."
+            )
+    return config, weights
 
 
 def _weight(decoder: Decoder, name: str) -> Any:
@@ -101,6 +117,9 @@ def _weight(decoder: Decoder, name: str) -> Any:
 
 def _without_padding(weight: Any, n: int) -> Any:
     """The first n columns of a vocabulary that devices of a mesh have in whole atoms each."""
+    if isinstance(weight, LowRank):
+        base = _without_padding(weight.base, n)
+        return dataclasses.replace(weight, base=base, b=weight.b[:, :n])
     if not isinstance(weight, QuantizedArray):
         return weight[..., :n]
     blocks = layout.blocks(n)

@@ -11,6 +11,7 @@ along its heads, and everything else is on every device.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -28,11 +29,13 @@ from .._core.format import SUPER_BLOCK, Format
 from .._core.layout import ATOM
 from .._flax.nnx_variables import QuantizedVariable
 from .config import Config
+from .sampling import first_largest
 
 # The last component of the name of a weight, or of a variable of the decoder.
 _VOCABULARY = ("embedding", "head")
 _ALONG_N = ("q", "k", "v", "qkv", "gate", "up", "gate_up", *_VOCABULARY)
 _ALONG_K = ("o", "down")
+_ADAPTER = ("base", "lora_a", "lora_b")  # variables of an adapted weight
 _VECTORS = (
     *("q_bias", "k_bias", "v_bias", "biases", "gate_bias", "up_bias", "gate_up_bias"),
     *("q_all_norm", "k_all_norm", "sinks"),
@@ -105,6 +108,10 @@ class Division:
     def parts(self) -> int:
         return self.mesh.size
 
+    @property
+    def platform(self) -> str:
+        return self.mesh.devices.flat[0].platform
+
     def place(self, name: str, weight: Any) -> Any:
         """A weight, by its name, on the devices; a vocabulary that needs padding as it is."""
         if self._padding(name, weight):
@@ -145,7 +152,7 @@ class Division:
 
         try:
             specs = _specs(weight, self._entries(name), self.mesh)
-            jax.tree.map(part, weight, specs).check_part()
+            jax.tree.map(part, weight, specs).check_words()
         except ValueError as error:
             raise ValueError(
                 f"shard: {name} cannot be divided over {self.parts} devices: {error}"
@@ -168,12 +175,16 @@ class Division:
         )
 
     def _padding(self, name: str, weight: Any) -> int:
-        return -weight.shape[-1] % (ATOM * self.parts) if _kind(name) in _VOCABULARY else 0
+        if _kind(name) not in _VOCABULARY or _part(name) == "lora_a":
+            return 0
+        return -weight.shape[-1] % (ATOM * self.parts)
 
     def _entries(self, name: str) -> tuple[Any, ...]:
-        kind = _kind(name)
+        kind, part = _kind(name), _part(name)
         if self.experts and kind in _EXPERTS:
             return (self.axis, None) if kind.endswith("_bias") else (self.axis, None, None)
+        if part in ("lora_a", "lora_b") and (part == "lora_a") != (kind in _ALONG_K):
+            return ()
         if kind in _ALONG_K:
             return (self.axis, None)
         if kind in _ALONG_N:
@@ -212,13 +223,20 @@ class Division:
         def local(state: Any, *arguments: Any) -> Any:
             return function(nnx.merge(graph, state), *arguments)
 
+        specs = nnx.get_partition_spec(state), *in_specs
+        return functools.partial(self._mapped(local, specs, out_specs), state)
+
+    def on_columns(self, function: Callable[[Array], Any], values: Array, out_specs: Any) -> Any:
+        """`function` of values (..., columns) of which every device sees its columns."""
+        columns = jax.P(*[None] * (values.ndim - 1), self.axis)
+        return self._mapped(function, (columns,), out_specs)(values)
+
+    def _mapped(
+        self, function: Callable[..., Any], in_specs: Any, out_specs: Any
+    ) -> Callable[..., Any]:
         # check_vma needs the varying axes of results, which kernels of other packages do not give.
         mapped = jax.shard_map(
-            local,
-            mesh=self.mesh,
-            in_specs=(nnx.get_partition_spec(state), *in_specs),
-            out_specs=out_specs,
-            check_vma=False,
+            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
         context, own = jax.sharding.get_abstract_mesh(), self.mesh.abstract_mesh
         if not context.empty and any(
@@ -231,7 +249,15 @@ class Division:
                 "axis_types=(jax.sharding.AxisType.Auto,)."
             )
         # Outside jax.jit, jax.shard_map would compile every operation separately.
-        return functools.partial(jax.jit(mapped, inline=True), state)
+        return jax.jit(mapped, inline=True)
+
+    def check_devices(self, caller: str) -> None:
+        """Checks that no device waited in vain for another one within a call.
+
+        **Raises:** `RuntimeError` with the devices.
+        """
+        if failure := cuda_calls.exchange_failure():
+            raise RuntimeError(f"{caller}: {failure}")
 
     # Inside `on_each`:
 
@@ -264,10 +290,47 @@ class Division:
         """The largest values of all devices; infinity if one of them is not finite."""
         return lax.pmax(jnp.where(jnp.isfinite(values), values, jnp.inf), self.axis)
 
+    def add_rows(self, values: Array, dtype: Any) -> Array:
+        """The sum of the float32 values (..., columns) of all devices, rounded to `dtype`."""
+        rows, columns = math.prod(values.shape[:-1]), values.shape[-1]
+        devices = self.exchanging(rows) if dtype in (jnp.bfloat16, jnp.float16) else ()
+        if not devices or cuda_calls.unsupported_norm(columns) is not None:
+            return self.add(values).astype(dtype)
+        added = cuda_calls.add_over_devices(values.reshape(rows, columns), dtype, devices)
+        return added.reshape(values.shape)
+
     def join_columns(self, values: Array, columns: int) -> Array:
         """Values (..., columns) of all devices, without padding."""
         whole = lax.all_gather(values, self.axis, axis=values.ndim - 1, tiled=True)
         return whole[..., :columns]
+
+    def argmax(self, values: Array, columns: int) -> tuple[Array, Array]:
+        """The largest values (batch,) in the columns of all devices without padding, and the first
+        columns that have them. NaN counts as the largest."""
+        own = values.shape[-1]
+        column = lax.axis_index(self.axis) * own + jnp.arange(own, dtype=jnp.int32)
+        value, at = first_largest(jnp.where(column[None] < columns, values, -jnp.inf))
+        found = self._gather(jnp.stack([lax.bitcast_convert_type(value, jnp.int32), column[at]]))
+        value = lax.bitcast_convert_type(found[:, 0], jnp.float32)
+        best = jnp.argmax(value, axis=0)[None]
+        value = jnp.take_along_axis(value, best, axis=0)[0]
+        return value, jnp.take_along_axis(found[:, 1], best, axis=0)[0]
+
+    def _gather(self, values: Array) -> Array:
+        """Two int32 values (2, batch) of every device, (parts, 2, batch)."""
+        batch = values.shape[1]
+        devices = self.exchanging(batch)
+        if not devices:
+            return lax.all_gather(values, self.axis)
+        # Each device adds zeros to the bytes of the others; bfloat16 represents 0 to 255.
+        shifts = jnp.arange(0, 32, 8, dtype=jnp.int32)[:, None, None]
+        parts = jnp.arange(self.parts, dtype=jnp.int32)[:, None, None, None]
+        own = ((values[None] >> shifts) & 255)[None]
+        bytes = jnp.where(parts == lax.axis_index(self.axis), own, 0)
+        rows = bytes.reshape(-1, batch).T.astype(jnp.float32)
+        found = cuda_calls.add_over_devices(rows, jnp.bfloat16, devices).astype(jnp.int32)
+        found = found.T.reshape(self.parts, 4, 2, batch)
+        return (found << shifts[None]).sum(axis=1, dtype=jnp.int32)
 
 
 def add_parts(division: Division | None, product: Callable[[Any], Array], dtype: Any) -> Array:
@@ -323,5 +386,12 @@ def _padded(entries: Any, ndim: int) -> tuple[Any, ...]:
 
 
 def _kind(name: str) -> str:
-    """What decides how a weight is divided: the last word of its name that is no number."""
-    return next(word for word in reversed(name.split(".")) if not word.isdigit())
+    """What decides how a weight is divided: the last word of its name that is no number, and no
+    part of an adapted weight."""
+    words = reversed(name.split("."))
+    return next(word for word in words if not word.isdigit() and word not in _ADAPTER)
+
+
+def _part(name: str) -> str:
+    """The last word of a name."""
+    return name.rpartition(".")[2]
