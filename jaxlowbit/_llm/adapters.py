@@ -97,11 +97,7 @@ def _new(adapter: LoRA, config: Config) -> dict[str, Part]:
         raise ValueError(
             f"LoRA: targets is {adapter.targets!r}, which is no regular expression: {error}."
         ) from None
-    shapes = {
-        name: shape
-        for name, shape in config.shapes().items()
-        if len(shape) == 2 and name != "embedding" and targets.search(name)
-    }
+    shapes = {name: x for name, x in _matrices(config).items() if targets.search(name)}
     if not shapes:
         raise ValueError(
             f"LoRA: targets is {adapter.targets!r}, which finds no matrix; names are head and "
@@ -118,6 +114,12 @@ def _new(adapter: LoRA, config: Config) -> dict[str, Part]:
         )
         for key, (name, (k, n)) in zip(keys, shapes.items(), strict=True)
     }
+
+
+def _matrices(config: Config) -> dict[str, tuple[int, ...]]:
+    """The shapes of the matrices that take an adapter: no embedding, router or experts."""
+    shapes = config.matrices().items()
+    return {name: shape for name, shape in shapes if len(shape) == 2 and name != "embedding"}
 
 
 def _scaling(alpha: float, rank: int, use_rslora: bool) -> float:
@@ -226,7 +228,7 @@ def _settings(path: Path) -> _Settings:
 
 
 def _parts(path: Path, settings: _Settings, config: Config) -> dict[str, Part]:
-    names, expected = _names(config), config.shapes()
+    names, expected = _names(config), _matrices(config)
     modules: dict[str, dict[str, Tensor]] = {}
     for tensor in read_file(path)[0]:
         match = _TENSOR.match(tensor.name)
@@ -244,7 +246,7 @@ def _parts(path: Path, settings: _Settings, config: Config) -> dict[str, Part]:
     for module, pair in modules.items():
         ours = weight_name(re.sub(r"^model\.", "", module) + ".weight", names.tensors)
         targets = () if ours is None else fused(ours) or (ours,)
-        if not targets or not all(name in expected for name in targets) or ours == "embedding":
+        if not targets or not all(name in expected for name in targets):
             raise ValueError(
                 f"{path}: {module!r} is no matrix of {config.architecture} with {config.layers} "
                 f"layers{' and a tied head' if config.tied_head else ''} that takes an adapter; "

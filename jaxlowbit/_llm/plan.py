@@ -60,6 +60,11 @@ def plan(
     calibration = Calibration.of("plan", calibration, progress=progress)
     with named_load():
         header = path if isinstance(path, Header) else read_header(path)
+        if header.config.experts:
+            raise ValueError(
+                f"plan: the model has {header.config.experts} experts in each layer, whose inputs "
+                "are not recorded; choose its formats yourself, as rules= of load."
+            )
         tokens = tokens_of(calibration, header.config, header.tokenizer)
     options = {"scale_dtype": jnp.dtype(scale_dtype)}
     given = floats_of(header), tokens, found, quantizer, options
