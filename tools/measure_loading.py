@@ -197,6 +197,7 @@ def start(options: argparse.Namespace) -> dict[str, Any]:
         "file_bytes": sum(file.stat().st_size for file in path.glob("*.safetensors")),
         "read_seconds": min(read),
         "load_seconds": min(loading),
+        "load_seconds_each": loading,
         "load_of_read": min(loading) / min(read),
         "first_token_seconds": first,
     }
@@ -223,7 +224,7 @@ STEPS = {"write": write, "quantize": quantize, "pack": pack, "first": start, "se
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("folder")
     parser.add_argument("--layers", type=int, default=16, help="of the float model (%(default)s)")
     parser.add_argument("--format", default="int4-g128")
@@ -241,9 +242,7 @@ def main() -> None:
     for step in STEPS:
         command = [sys.executable, __file__, *sys.argv[1:], "--step", step]
         began = time.perf_counter()
-        output = subprocess.run(
-            command, env=environment, check=True, capture_output=True, text=True
-        )
+        output = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE)
         found[step] = json.loads(output.stdout.splitlines()[-1])
         found[step]["process_seconds"] = time.perf_counter() - began
         print(step, json.dumps(found[step]), file=sys.stderr, flush=True)
