@@ -7,7 +7,7 @@ import io
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,7 @@ def add_perplexity(parser: argparse.ArgumentParser) -> Run:
 
 def add_evaluate(parser: argparse.ArgumentParser) -> Run:
     _add_model(parser)
-    also = "more formats to compare, such as int3-g64"
+    also = "more formats to compare, such as int3-g64 or plan.json"
     parser.add_argument("--formats", nargs="+", default=[], metavar="FORMAT", help=also)
     also = "several quantizers, each for every format"
     parser.add_argument("--quantizers", nargs="+", default=[], metavar="NAME", help=also)
@@ -130,8 +130,8 @@ def add_bench(parser: argparse.ArgumentParser) -> Run:
 
 def _add_model(parser: argparse.ArgumentParser, also: str = "") -> None:
     parser.add_argument("model", metavar="MODEL", help=console.MODEL + also)
-    stored = "format of all matrices, such as int4-g128 (that of the file)"
-    parser.add_argument("--format", help=stored)
+    formats = "format of all matrices, such as int4-g128, or a JSON file of rules that plan writes"
+    parser.add_argument("--format", help=formats)
     add_rounding(parser)
     parser.add_argument("--dtype", choices=list(map(str, FLOATS)), help="dtype of the activations")
     inputs = "dtype to which blocks round the inputs of products with quantized weights"
@@ -219,7 +219,7 @@ def _with_options(message: str, options: argparse.Namespace) -> str:
 def _loaded(options: argparse.Namespace, path: Any) -> LanguageModel:
     """The model of a file, or of its header."""
     progress = sys.stderr.isatty()
-    rounding = {"format": _format(options.format), "quantizer": options.quantizer}
+    rounding = {**formats_of(options.format), "quantizer": options.quantizer}
     rounding["calibration"] = calibration_of(options, progress)
     rounding["adapter"] = getattr(options, "adapter", None)
     return load(path, **rounding, progress=progress, **_decoding(options))
@@ -233,8 +233,27 @@ def calibration_of(options: argparse.Namespace, progress: bool) -> Calibration |
     return Calibration(text, samples=options.samples, progress=progress)
 
 
-def _format(name: str | None) -> Format | None:
-    return None if name is None else parse_format(name)
+def formats_of(name: str | None, first: Sequence[tuple[str, Any]] = ()) -> dict[str, Any]:
+    """The arguments `format` and `rules` of `load`, for a name of a format or of a file of rules.
+
+    `first`: rules that come first.
+
+    **Raises:** `ValueError` for an unknown name, and for a file that is no JSON object of strings.
+    """
+    if name is None or not name.endswith(".json"):
+        format = None if name is None else parse_format(name)
+        return {"format": format, "rules": list(first) or None}
+    text = console.text_of("--format", name)
+    try:
+        rules = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--format {name}: {error}; write a JSON object.") from None
+    if not isinstance(rules, dict) or not all(isinstance(x, str) for x in rules.values()):
+        raise ValueError(
+            f"--format {name} is no JSON object with names of formats by regular expressions, such "
+            'as {"down$": "int4-g128"}.'
+        )
+    return {"format": None, "rules": [*first, *rules.items()]}
 
 
 def _decoding(options: argparse.Namespace) -> dict[str, Any]:
@@ -404,9 +423,9 @@ def _evaluate(options: argparse.Namespace) -> None:
     text = console.text_of("--text", options.text)
     header = open_file(options.model)
     windowed(header, text, options.context)
-    for name in [options.format, *options.formats]:
-        _format(name)
     names = [*([options.format] if options.format else []), *options.formats]
+    keep = [(pattern, None) for pattern in options.keep]
+    formats = {name: formats_of(name, keep) for name in names}
     quantizers = [*([options.quantizer] if options.quantizer else []), *options.quantizers]
     for quantizer in quantizers:
         check("evaluate", quantizer)
@@ -418,10 +437,9 @@ def _evaluate(options: argparse.Namespace) -> None:
     for result in evaluate(
         header,
         text,
-        formats=names,
+        formats=formats,
         quantizers=quantizers or [None],
         calibration=calibration_of(options, progress),
-        rules=dict.fromkeys(options.keep) or None,
         progress=progress,
         **{name: getattr(options, name) for name in ("context", "stride", "tokens")},
         **_decoding(options),
@@ -430,6 +448,10 @@ def _evaluate(options: argparse.Namespace) -> None:
         found.append(result._asdict())
     if options.json:
         console.print_json(found)
+
+
+def _random_format(name: str | None) -> Format:
+    return INT4 if name is None else parse_format(name)
 
 
 def _bench(options: argparse.Namespace) -> None:
@@ -449,7 +471,7 @@ def _bench(options: argparse.Namespace) -> None:
                     f"--{name} {value}, but the weights of {options.model} are random, not "
                     "rounded; leave it out, or name a file."
                 )
-        format = None if options.format == "float" else _format(options.format) or INT4
+        format = None if options.format == "float" else _random_format(options.format)
         model = init(config, format, **_decoding(options))
     else:
         model = _loaded(options, header)

@@ -159,8 +159,9 @@ def stream(
 ) -> Generator[Any, None, Generation]:
     """Generates as `generate` does after one prompt, and yields the text as it comes.
 
-    Tokens come in groups that grow from 1 to 32. Text that may yet become a stop string, or half of
-    a character, is held back until that is clear. Closing the iterator ends the generation.
+    Tokens come in groups that grow to 32, from 1, or on a GPU from 8. Text that may yet become a
+    stop string, or half of a character, is held back until that is clear. Closing the iterator ends
+    the generation.
 
     **Returns:** a generator of strings, without a tokenizer of lists of tokens. It returns the
     `Generation` (`result = yield from stream(...)`).

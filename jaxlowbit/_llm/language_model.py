@@ -84,12 +84,12 @@ def open_file(path: Any) -> Header:
 
     So that a program can check its arguments before the weights are read.
     """
-    with _named_load():
+    with named_load():
         return read_header(path)
 
 
 @contextlib.contextmanager
-def _named_load() -> Iterator[None]:
+def named_load() -> Iterator[None]:
     """Errors about a file begin with the name of the public function."""
     try:
         yield
@@ -152,7 +152,7 @@ def load(
     """
     dtype = default_dtype() if dtype is None else dtype
     if isinstance(lhs_qtype, str) and lhs_qtype == "file":
-        with _named_load():
+        with named_load():
             path = path if isinstance(path, Header) else read_header(path)
             lhs_qtype = huggingface.lhs_qtype_of(path.path)
     lhs_qtype = arguments.lhs_qtype("load", lhs_qtype)
@@ -160,7 +160,7 @@ def load(
     decoding = {"dtype": dtype, "lhs_qtype": lhs_qtype, "mesh": mesh}
     options = {"quantizer": quantizer, "calibration": calibration}
     options |= {"scale_dtype": scale_dtype, "progress": progress}
-    with _named_load():
+    with named_load():
         parts = None
         if adapter is not None:
             path = path if isinstance(path, Header) else read_header(path)

@@ -24,4 +24,5 @@ from .._llm.lora import merge_adapter as merge_adapter
 from .._llm.lora import save_adapter as save_adapter
 from .._llm.perplexity import Perplexity as Perplexity
 from .._llm.perplexity import perplexity as perplexity
+from .._llm.plan import plan as plan
 from .._llm.session import Session as Session

@@ -71,6 +71,17 @@ def test_the_cache_grows_and_fills_the_context(read):
     assert read[0] == len(SHORT)
 
 
+def test_steps_after_the_last_slot_leave_a_session_usable(monkeypatch):
+    monkeypatch.setattr(programs, "_stride", lambda model: 8)
+    one = model(context=512)
+    session = Session(one)
+    found = session.generate(LONG, max_new_tokens=256 - len(LONG))  # all 256 slots
+    history = [*LONG, *found.tokens, *SHORT]
+    assert session.generate(history, max_new_tokens=9).tokens == (
+        generate(one, history, max_new_tokens=9).tokens
+    )
+
+
 def test_longer_conversations_have_the_long_factors(read):
     """From 256 slots on, the keys of earlier turns have another rotation and are read again."""
     scaling = RopeScaling("longrope", 2.0, 256, factors=(1.0,) * 4, long_factors=(2.0,) * 4)
