@@ -23,6 +23,7 @@ from .._core import checks
 from ..checkpoint._fields import Fields
 from ..checkpoint._files import AGAIN, FLOATS, Tensor, read_file, read_json
 from ..checkpoint._saved import write_file
+from . import rope
 from .architectures import ARCHITECTURES, HuggingFace, fused, weight_name
 from .config import Config
 from .low_rank import LowRank
@@ -291,8 +292,8 @@ def _permuted(
     """
     if name.rpartition(".")[2] not in ("q", "k") or config.rope_pairs == names.rope_pairs:
         return b
-    halves = (-1, 2, config.head_size // 2) if not back else (-1, config.head_size // 2, 2)
-    return b.reshape(*halves, b.shape[-1]).swapaxes(1, 2).reshape(b.shape)
+    order = rope.order(len(b), config.head_size)
+    return b[np.argsort(order) if back else order]
 
 
 def write_adapter(
