@@ -43,7 +43,7 @@ ONLY = {
     "jinja2": r"_llm\.chat_template",
     "safetensors": r"checkpoint\._files|_tuning\.weights",
     "tokenizers": r"_llm\.tokenizer_(folder|gguf|parts)",
-    "tqdm": r"_flax\.calibration|_llm\.(calibration|files_command|load|perplexity)|"
+    "tqdm": r"_flax\.calibration|_llm\.(calibration|files_command|load|perplexity|sensitivity)|"
     r"_tuning\.report|checkpoint\._(load|saved)",
     "jax.experimental.pallas": r"_backends\.pallas\.(tpu|triton)",
     "jaxlowbit._ffi": r"_backends\.extension",
