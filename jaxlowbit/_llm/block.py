@@ -1,4 +1,4 @@
-"""`Block`: attention and a gated MLP of a decoder, cut between attention and attention.
+"""`Block`: attention and an MLP of a decoder, cut between attention and attention.
 
 `Block.finish` covers everything from the output projection of a block to the queries, keys and
 values of the next: one call, `quantized_block`, if the configuration allows it. On NVIDIA GPUs that
@@ -29,7 +29,7 @@ from .._composite.rms_norm import rms_norm
 from .._core import activations
 from .._core.array import QuantizedArray
 from .._matmul.api import quantized_matmul
-from . import attention, rope
+from . import attention, experts, rope
 from .cache import Cache
 from .config import Config
 from .low_rank import LowRank, Weight, base_of, variable
@@ -37,7 +37,7 @@ from .sharding import Division, add_parts
 
 
 class Block(nnx.Module):
-    """Attention and a gated MLP, which both add to the residual stream.
+    """Attention and a gated MLP, or a mixture of experts, which both add to the residual stream.
 
     **Arguments:**
 
@@ -73,21 +73,26 @@ class Block(nnx.Module):
         self.k_norm = norm("k_norm") if config.qk_norm == "head" else None
         self.q_all_norm = norm("q_all_norm") if config.qk_norm == "all" else None
         self.k_all_norm = norm("k_all_norm") if config.qk_norm == "all" else None
+        self.sinks = weight("sinks") if config.sinks else None
         self.o = weight("o")
         self.o_bias = weight("o_bias") if config.output_bias else None
         self.post_attention_norm = norm("post_attention_norm") if post else None
         self.mlp_norm = norm("mlp_norm") if pre else None
         gate, up = (weight_of(f"layers.{index}.{name}") for name in ("gate", "up"))
         self.gate_up = nnx.List(_paired(gate, up))
-        self.gate_bias = weight("gate_bias") if config.mlp_bias else None
-        self.up_bias = weight("up_bias") if config.mlp_bias else None
+        pair: Any = [
+            weight_of(f"layers.{index}.{x}_bias") for x in ("gate", "up") if config.mlp_bias
+        ]
+        self.gate_up_bias = variable(jnp.stack(pair)) if pair else None
+        self.router = weight("router") if config.experts else None
+        self.router_bias = weight("router_bias") if config.router_bias else None
         self.down = weight("down")
         self.down_bias = weight("down_bias") if config.mlp_bias else None
         self.post_mlp_norm = norm("post_mlp_norm") if post else None
 
     @property
     def weights(self) -> list[Any]:
-        """All matrices, as variables or `Adapted`."""
+        """All matrices, and stacks of them, as variables or `Adapted`."""
         return [*self.qkv, self.o, *self.gate_up, self.down]
 
     @property
@@ -115,7 +120,7 @@ class Block(nnx.Module):
         config = self.config
         if config.norm_placement != "pre" or config.residual_scale != 1:
             return False
-        if config.output_bias or config.mlp_bias:
+        if config.output_bias or config.mlp_bias or config.experts:
             return False
         matrices = self.o, self.down, *self.gate_up
         quantized = all(isinstance(w.get_value(), QuantizedArray) for w in matrices)
@@ -201,6 +206,7 @@ class Block(nnx.Module):
             implementation=implementation,
             reach=reach,
             softcap=self.config.attention_softcap,
+            sinks=None if self.sinks is None else self.sinks.get_value(),
         )
         return *self.finish(attended, x, following), cache
 
@@ -271,6 +277,8 @@ class Block(nnx.Module):
             return self._finish_in_parts(attended, x, following, self.division)
         out = functools.partial(self.multiply, attended, self.o.get_value(), divided=True)
         x = x + self._result(out, x.dtype, self.o_bias, self.post_attention_norm)
+        if self.router is not None:
+            return self._finish_with_experts(x, following)
         mlp = functools.partial(self.mlp, self.normalize(x, self.mlp_norm))
         x = x + self._result(mlp, x.dtype, self.down_bias, self.post_mlp_norm)
         return x, () if following is None else following.project(x)
@@ -292,6 +300,7 @@ class Block(nnx.Module):
         self, attended: Array, x: Array, following: "Block | None"
     ) -> tuple[Array, tuple[Array, ...]]:
         onward = self._onward(following)
+        activation: Any = self.config.activation  # gpt-oss's only with experts
         out = quantized_block(
             attended,
             x,
@@ -300,7 +309,7 @@ class Block(nnx.Module):
             gate_up=self.gate_up[0].get_value(),
             down=self.down.get_value(),
             following=onward,
-            activation=self.config.activation,
+            activation=activation,
             epsilon=self.config.norm_epsilon,
             lhs_qtype=self.lhs_qtype if self.rounds(x) else None,
         )
@@ -329,6 +338,19 @@ class Block(nnx.Module):
         x = x + added.astype(x.dtype)
         return x, () if following is None else following.project(x)
 
+    def _finish_with_experts(
+        self, x: Array, following: "Block | None"
+    ) -> tuple[Array, tuple[Array, ...]]:
+        """`finish` from the residual stream after attention on, in two calls if possible."""
+        mixture = functools.partial(self.mixture, self.normalize(x, self.mlp_norm))
+        added = self._result(mixture, x.dtype, None, self.post_mlp_norm)
+        onward = self._onward(following)
+        if onward is not None and not self.rounds(x):
+            epsilon = self.config.norm_epsilon
+            return normalized_matmuls(x, added, *onward, epsilon=epsilon)
+        x = x + added
+        return x, () if following is None else following.project(x)
+
     def _onward(self, following: "Block | None") -> tuple[Array, Sequence[QuantizedArray]] | None:
         """What `quantized_block` multiplies by for the next block, if that is quantized."""
         if following is None or following.attention_norm is None:
@@ -338,10 +360,31 @@ class Block(nnx.Module):
             return None
         return following.attention_norm.get_value(), weights
 
+    def mixture(self, x: Array, dtype: Any) -> Array:
+        """The mixture of experts of a normalized x, on a mesh of those of this device."""
+        assert self.router is not None
+        router_bias = None if self.router_bias is None else self.router_bias.get_value()
+        expert, weight = experts.route(self.config, x, self.router.get_value(), router_bias)
+        down = self.down.get_value()
+        return experts.mix(
+            x,
+            expert,
+            weight,
+            [stack.get_value() for stack in self.gate_up],
+            down,
+            None if self.gate_up_bias is None else self.gate_up_bias.get_value(),
+            None if self.down_bias is None else self.down_bias.get_value(),
+            activation=self.config.activation,
+            offset=None if self.division is None else self.division.first(down.shape[0]),
+            lhs_qtype=self.lhs_qtype if self.rounds(x) else None,
+            dtype=dtype,
+        )
+
     def mlp(self, x: Array, dtype: Any) -> Array:
         """The gated MLP of a normalized x, accumulated in float32 and rounded to `dtype`."""
-        activation, down = self.config.activation, self.down.get_value()
-        if len(self.gate_up) == 1 and not self.rounds(x) and self.gate_bias is None:
+        activation: Any = self.config.activation
+        down = self.down.get_value()
+        if len(self.gate_up) == 1 and not self.rounds(x) and self.gate_up_bias is None:
             gate_up = self.gate_up[0].get_value()
             if isinstance(down, QuantizedArray):
                 options = {"activation": activation, "preferred_element_type": dtype}
@@ -351,7 +394,9 @@ class Block(nnx.Module):
         if isinstance(pair[0], QuantizedArray) and len(pair) == 1:
             pair = [pair[0].select(i) for i in range(2)]
         gate, up = (self.multiply(x, weight, jnp.float32) for weight in pair)
-        gate, up = biased(gate, self.gate_bias), biased(up, self.up_bias)
+        if self.gate_up_bias is not None:
+            biases = self.gate_up_bias.get_value()[:, None, None].astype(gate.dtype)
+            gate, up = gate + biases[0], up + biases[1]
         activate = jax.nn.silu if activation == "silu" else jax.nn.gelu  # its tanh form
         return self.multiply((activate(gate) * up).astype(x.dtype), down, dtype, divided=True)
 

@@ -17,6 +17,7 @@ from flax import nnx
 from .._core import activations
 from .._core.dtypes import FLOATS
 from .._core.format import INT4, Format, parse_format
+from ..checkpoint._replace import check_target
 from ..quantizers import Calibration
 from ..quantizers._registry import NAMES as QUANTIZERS
 from ..quantizers._registry import check
@@ -52,6 +53,8 @@ Run = Callable[[argparse.Namespace], None]
 def add_chat(parser: argparse.ArgumentParser) -> Run:
     _add_model(parser)
     _add_adapter(parser)
+    session = "a file that keeps the conversation and its cache: continued if it exists"
+    parser.add_argument("--session", metavar="FILE", help=session)
     _add_drawing(parser, temperature=0.7, min_p=0.05, seed="of the draws; each turn adds 1")
     return as_command(_chat)
 
@@ -67,6 +70,8 @@ def add_generate(parser: argparse.ArgumentParser) -> Run:
     logprobs = "print the log-probability of each token, and N likely ones with theirs"
     parser.add_argument("--logprobs", type=int, metavar="N", help=logprobs)
     parser.add_argument("--raw", action="store_true", help="without the chat template")
+    schema = "a JSON schema that the reply follows"
+    parser.add_argument("--schema", metavar="FILE", help=schema)
     _add_json(parser)
     return as_command(_generate)
 
@@ -279,6 +284,9 @@ def _mesh(devices: int) -> jax.sharding.Mesh | None:
 
 
 def _chat(options: argparse.Namespace) -> None:
+    path = None if options.session is None else Path(options.session)
+    if path is not None:
+        check_target("chat", path, overwrite=True)
     header = open_file(options.model)
     drawing = _drawing(options)
     Request.of("chat", header, logprobs=None, template_options=None, **drawing)
@@ -287,7 +295,7 @@ def _chat(options: argparse.Namespace) -> None:
     conversation.ask("hello")  # raises if the template takes no system message
     conversation.answer(None)
     model = _loaded(options, header)
-    chat(model, conversation, drawing, _summary(options, model))
+    chat(model, conversation, drawing, _summary(options, model), path)
 
 
 def _generate(options: argparse.Namespace) -> None:
@@ -303,7 +311,7 @@ def _generate(options: argparse.Namespace) -> None:
             "drop one of them."
         )
     header = open_file(options.model)
-    drawing = _drawing(options) | {"logprobs": options.logprobs}
+    drawing = _drawing(options) | {"logprobs": options.logprobs, "schema": _schema(options.schema)}
     request = Request.of("generate", header, n=options.n, template_options=None, **drawing)
     prompt: Any = text
     if not options.raw:
@@ -326,6 +334,22 @@ def _generate(options: argparse.Namespace) -> None:
     if options.json:
         found = [_as_json(result) for result in results]
         console.print_json(found if options.n > 1 else found[0])
+
+
+def _schema(path: str | None) -> Any:
+    """The JSON schema in a file.
+
+    **Raises:** `ValueError` for a file that is no object in JSON.
+    """
+    if path is None:
+        return None
+    try:
+        found = json.loads(console.text_of("--schema", path))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"--schema {path} is no JSON: {error}; correct it.") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"--schema {path} is no object in JSON, but a JSON schema is one.")
+    return found
 
 
 def _as_json(result: Generation) -> dict[str, Any]:

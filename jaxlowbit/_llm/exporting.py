@@ -30,6 +30,11 @@ def write_export(
     check_target("export", path, overwrite)
     source = source_of("export", tokenizer)
     config, weights = without_adapter("export", decoder)
+    if config.experts:
+        raise ValueError(
+            f"export: the model has {config.experts} experts in each layer, which are not written; "
+            "keep the file that it came from, or save the model."
+        )
     if kind == "gguf":
         metadata = _gguf_source(source)
         with new_file("export", path, overwrite) as file:

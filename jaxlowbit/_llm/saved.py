@@ -27,7 +27,7 @@ from .._core.columns import take_columns
 from ..checkpoint._files import AGAIN, read_json
 from ..checkpoint._replace import new_folder
 from ..checkpoint._saved import KEY, Saved, read_saved, write
-from .config import Config, RopeScaling
+from .config import Config, RopeScaling, is_matrix
 from .decoder import Decoder
 from .gguf_file import File
 from .low_rank import LowRank
@@ -49,9 +49,10 @@ _LISTS = {
     "qkv": ("q", "k", "v"),
     "biases": ("q_bias", "k_bias", "v_bias"),
     "gate_up": ("gate", "up"),
-    "gate_up_biases": ("gate_bias", "up_bias"),
 }
 """The weights of a block that share a list of variables."""
+_STACKS = {"gate_bias": ("gate_up_bias", 0), "up_bias": ("gate_up_bias", 1)}
+"""Weights of a block that are parts of one variable."""
 
 
 # --- writing --------------------------------------------------------------------------------------
@@ -102,6 +103,9 @@ def _weight(decoder: Decoder, name: str) -> Any:
         return getattr(decoder, name).get_value()
     _, number, own = name.split(".")
     block = decoder.blocks[int(number)]
+    if own in _STACKS:
+        attribute, i = _STACKS[own]
+        return getattr(block, attribute).get_value()[i]
     for attribute, names in _LISTS.items():
         if own in names:
             variables, i = getattr(block, attribute), names.index(own)
@@ -204,7 +208,7 @@ def read_model(path: Path) -> Model:
     for name, shape in expected.items():
         leaf = weights[name]
         floats = not isinstance(leaf, QuantizedArray) and jnp.issubdtype(leaf.dtype, jnp.floating)
-        quantized = isinstance(leaf, QuantizedArray) and len(shape) == 2
+        quantized = isinstance(leaf, QuantizedArray) and is_matrix(name)
         if tuple(leaf.shape) != shape or not (floats or quantized):
             raise ValueError(
                 f"{path}: the array {name!r} is {checks.brief(leaf)} of shape {leaf.shape}, but "

@@ -150,7 +150,7 @@ def test_what_breaks_the_contract_is_refused(changes, message):
     result = jax.ShapeDtypeStruct(arrays[0].shape, arrays[0].dtype)
     with pytest.raises(jax.errors.JaxRuntimeError, match=rf"attend: {message}.*\."):
         out = jax.ffi.ffi_call(call.ATTEND_TARGET, result)(
-            *arrays, **call.versions("attend"), **sizes, scale=np.float32(1)
+            *arrays, caller="attend", **call.VERSIONS, **sizes, scale=np.float32(1)
         )
         jax.block_until_ready(out)
 
@@ -159,7 +159,7 @@ def test_heads_that_the_kernel_does_not_take_have_a_reason(monkeypatch):
     assert cpu_attend.unsupported(jnp.dtype("float32"), head_size=256) is None
     assert "up to 256" in (cpu_attend.unsupported(jnp.dtype("float32"), head_size=257) or "")
     assert "float32" in (cpu_attend.unsupported(jnp.dtype("float64"), head_size=64) or "")
-    monkeypatch.setattr(extension, "unavailable", lambda platform: f"no {platform}")
+    monkeypatch.setattr(extension, "UNAVAILABLE", {name: f"no {name}" for name in ("cpu", "cuda")})
     assert cpu_attend.unsupported(jnp.dtype("float32"), head_size=64) == "no cpu"
 
 

@@ -34,14 +34,13 @@ def test_it_says_what_the_selection_says():
     }.items():
         capability, num_sms, shared = numbers
         for m in (1, 17, 200):
+            product = call.record(INT4, "bfloat16", "bfloat16", m=m, n=N, k=K)
             chosen = extension.ffi.select(
-                m=m,
-                n=N,
-                k=K,
+                product,
                 compute_capability=capability,
                 num_sms=num_sms,
                 shared_bytes_per_sm=shared,
-                workspace_bytes=call.workspace_bytes(1, m, N),
+                workspace_bytes=extension.ffi.partial_sums_bytes(product),
             )
             text = explain(like(m, K), weight(), device=device)
             assert f"block_m={chosen['block_m']}, split_k={chosen['split_k']}" in text
@@ -82,10 +81,10 @@ def test_a_gpu_that_jax_sees(monkeypatch, cores, said):
     device = types.SimpleNamespace(
         platform="gpu", device_kind="NVIDIA GPU", compute_capability="8.6", **cores
     )
-    monkeypatch.setattr(extension, "unavailable", lambda platform: None)
+    monkeypatch.setattr(extension, "UNAVAILABLE", {"cpu": None, "cuda": None})
     text = explain(like(1, K), weight(), device=device)
     assert f"the {said} multiprocessors of NVIDIA GPU" in text
-    monkeypatch.setattr(extension, "unavailable", lambda platform: "no kernels were built")
+    monkeypatch.setattr(extension, "UNAVAILABLE", {"cpu": None, "cuda": "no kernels were built"})
     assert "why      no kernels were built" in explain(like(1, K), weight(), device=device)
     assert "no kernels" not in explain(like(1, K), weight(), device="H200")
 
@@ -99,7 +98,7 @@ def test_a_platform_without_custom_calls():
 
 def test_the_cpu():
     text = explain(like(1, K, dtype="float32"), weight(INT4.replace(zero="float")), device="cpu")
-    assert f"qmm_cpu, compiled for {extension.build_info()['cpu_isa'][0]}" in text
+    assert f"qmm_cpu, compiled for {extension.BUILD['cpu_isa'][0]}" in text
 
 
 @pytest.mark.parametrize(
@@ -153,17 +152,9 @@ def test_quantized_activations(m, dtype, format, device, said):
     assert f"bfloat16, rounded to {dtype}, ({m}, {K}) @" in rounded
     assert rounded.splitlines()[1:] == given.splitlines()[1:]
     if values == "in 8 bits":
-        chosen = extension.ffi.select(
-            m=m,
-            n=N,
-            k=K,
-            lhs=dtype,
-            bits=format.bits,
-            codebook="e4m3" if format == FP8 else "none",
-            group_size=format.group_size,
-            zero=format.zero,
-            workspace_bytes=call.workspace_bytes(1, m, N),
-        )
+        product = call.record(format, dtype, "bfloat16", m=m, n=N, k=K)
+        bytes = extension.ffi.partial_sums_bytes(product)
+        chosen = extension.ffi.select(product, workspace_bytes=bytes)
         assert f"block_m={chosen['block_m']}, split_k={chosen['split_k']}" in given
 
 
@@ -174,8 +165,8 @@ def test_quantized_activations_on_the_cpu(monkeypatch):
         ("amx", 2, "AMX multiplies more rows faster"),
         ("avx2", 1, "no AVX-512 VNNI"),
     ]:
-        info = extension.build_info() | {"cpu_isa": [isa]}
-        monkeypatch.setattr(extension, "build_info", lambda info=info: info)
+        info = extension.BUILD | {"cpu_isa": [isa]}
+        monkeypatch.setattr(extension, "BUILD", info)
         text = explain(quantized(m), weight(), device="cpu")
         assert re.search(rf"^values .*{said}", text, re.MULTILINE)
 

@@ -34,7 +34,7 @@ OUT = ((1, 2, 40), "float32")
 def attributes(record, operands, codebook=0):
     """The attributes of a call with one product and these operands, by name."""
     places = {f"{name}_at": i + 1 for i, name in enumerate(operands)}
-    found = call.versions("quantized_matmul")
+    found: dict[str, Any] = {"caller": "quantized_matmul", **call.VERSIONS}
     found["products"] = np.array(ffi.product(**RECORD | record, **places, out_at=-1))
     found["steps"] = np.array(ffi.step(kind="multiply"))
     if codebook > 0:
@@ -235,7 +235,7 @@ def test_versions_are_one_fact():
 # --- compilation at instantiation -----------------------------------------------------------------
 
 
-@pytest.mark.skipif(not extension.build_info()["cuda"], reason="this build has no CUDA kernels")
+@pytest.mark.skipif(not extension.BUILD["cuda"], reason="this build has no CUDA kernels")
 @pytest.mark.parametrize(
     "products",
     [None, NUMBERS, np.tile(NUMBERS, 3), NUMBERS[:5], NUMBERS - 100, NUMBERS * 2**50],

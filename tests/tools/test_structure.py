@@ -41,6 +41,7 @@ ONLY = {
     "qwix": r"_core\.qarray|_flax\.qwix_provider",
     "gguf": r"_llm\.(exporting|ggml_grids|gguf_file)",
     "jinja2": r"_llm\.chat_template",
+    "llguidance": r"_llm\.schema",
     "safetensors": r"checkpoint\._files|_tuning\.weights",
     "tokenizers": r"_llm\.tokenizer_(folder|gguf|parts)",
     "tqdm": r"_flax\.calibration|_llm\.(calibration|files_command|load|perplexity|sensitivity)|"
