@@ -6,8 +6,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from .._core.format import Format, as_format
-from ..quantizers import Plan, _registry, mixed
+from ..quantizers import _registry
 from ..quantizers._calibration import Calibration
+from ..quantizers._plan import Plan, mixed
 from .calibration import tokens_of
 from .language_model import named_load
 from .load import Header, floats_of, read_header
@@ -44,7 +45,8 @@ def plan(
     - `scale_dtype`: dtype of scales.
     - `progress`: whether to show a progress bar.
 
-    **Returns:** a `jaxlowbit.quantizers.Plan`. `load` takes its `rules`, which can be edited.
+    **Returns:** a plan, as `jaxlowbit.quantizers.mixed` does. `load` takes its `rules`, which can be
+    edited.
 
     **Raises:** what `load` raises for a path and a calibration; `ValueError` for fewer bits
     than the smallest formats take.
