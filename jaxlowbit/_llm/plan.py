@@ -45,8 +45,8 @@ def plan(
     - `scale_dtype`: dtype of scales.
     - `progress`: whether to show a progress bar.
 
-    **Returns:** a plan, as `jaxlowbit.quantizers.mixed` does. `load` takes its `rules`, which can be
-    edited.
+    **Returns:** a plan, as `jaxlowbit.quantizers.mixed` does. `load` takes its `rules`, which can
+    be edited.
 
     **Raises:** what `load` raises for a path and a calibration; `ValueError` for fewer bits
     than the smallest formats take.
