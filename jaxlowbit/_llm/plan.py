@@ -49,7 +49,7 @@ def plan(
     be edited.
 
     **Raises:** what `load` raises for a path and a calibration; `ValueError` for fewer bits
-    than the smallest formats take.
+    than the smallest formats take, and for a model with mixtures of experts.
 
     ```py
     plan = llm.plan(path, 3.5, calibration=text)
@@ -62,6 +62,12 @@ def plan(
     calibration = Calibration.of("plan", calibration, progress=progress)
     with named_load():
         header = path if isinstance(path, Header) else read_header(path)
+    if header.config.experts:
+        raise ValueError(
+            "plan: the model has mixtures of experts, whose inputs are not recorded; pass rules of "
+            "formats to load instead."
+        )
+    with named_load():
         tokens = tokens_of(calibration, header.config, header.tokenizer)
     options = {"scale_dtype": jnp.dtype(scale_dtype)}
     given = floats_of(header), tokens, found, quantizer, options
