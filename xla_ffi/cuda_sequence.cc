@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "cuda/launch.h"
+#include "cuda/ops/exchange.h"
 #include "xla_ffi/call.h"
 #include "xla_ffi/cuda_error.h"
 #include "xla_ffi/cuda_plan.h"
