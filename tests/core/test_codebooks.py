@@ -1,5 +1,6 @@
 """Codebooks: their entries, quantization to them, and errors."""
 
+import functools
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from jaxlowbit import (
     quantized_matmul,
     supported_backends,
 )
-from jaxlowbit._backends import call, cuda
+from jaxlowbit._backends import call, registry
 from jaxlowbit._core.format import format_name, parse_format
 
 NAMES = {"nf4": 4, "fp4": 4, "e2m1": 4, "e4m3": 8, "e5m2": 8}
@@ -227,15 +228,16 @@ def test_kernels_of_integers_refuse_codebooks():
     array = quantize(np.ones((64, 64), np.float32), NF4)
     reasons = supported_backends(jnp.ones((1, 64)), array)
     assert reasons["cpu"] is None and reasons["pallas"] == call.NO_CODEBOOK
-    assert cuda.unsupported(jnp.dtype("bfloat16"), NF4) is None
+    unsupported = functools.partial(registry.unsupported, "cuda", built=False)
+    assert unsupported(jnp.dtype("bfloat16"), NF4) is None
     reason = (
         "with float32 lhs the kernels take integers with scales of 16 or 32 bits, and no float "
         "zero or transposed product"
     )
-    assert cuda.unsupported(jnp.dtype("float32"), NF4) == reason
+    assert unsupported(jnp.dtype("float32"), NF4) == reason
     wide = Format(bits=6, codebook=tuple(range(64)))
     reason = "the kernels look up numbers of codebooks of up to 5 bits, the format has 6"
-    assert cuda.unsupported(jnp.dtype("bfloat16"), wide) == reason
+    assert unsupported(jnp.dtype("bfloat16"), wide) == reason
     with pytest.raises(ValueError, match="its kernels read integers, the format has a codebook"):
         quantized_matmul(jnp.ones((1, 64)), array, backend="pallas")
     pytest.importorskip("qwix", reason="qwix is not installed")
