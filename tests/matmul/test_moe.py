@@ -15,6 +15,7 @@ from jax.sharding import AxisType
 from meshes import assert_close, put
 
 from jaxlowbit import INT4, MXFP4, Format, quantized_moe
+from jaxlowbit._composite import moe as moe_module
 
 P = jax.P
 TOKENS, K, HIDDEN, EXPERTS, TOP = 7, 128, 64, 8, 2
@@ -110,6 +111,14 @@ def test_random_choices(given):
     got, want = moe(*args, **given), wanted(*args, **given)
     assert got.shape == want.shape and got.dtype == jnp.float32
     np.testing.assert_allclose(got, want, atol=2e-5 * (1 + np.abs(want).max(initial=0)))
+
+
+@pytest.mark.parametrize("compared", [0, 100])
+def test_choices_are_sorted_by_expert(monkeypatch, compared):
+    monkeypatch.setattr(moe_module, "COMPARED", compared)
+    experts = np.random.default_rng(0).integers(0, 9, 100).astype(np.int32)
+    places = jax.jit(moe_module._places)(experts)
+    np.testing.assert_array_equal(np.argsort(places), np.argsort(experts, stable=True))
 
 
 def test_dtypes_and_leading_axes():
