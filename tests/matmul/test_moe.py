@@ -106,8 +106,8 @@ def choices(draw: st.DrawFn) -> dict[str, Any]:
 @hypothesis.given(choices())
 @hypothesis.settings(max_examples=25 if hypothesis.settings().derandomize else 500)
 def test_random_choices(given):
-    rows = (given.pop(name) for name in ("x", "expert", "weight"))
-    args = (*rows, GATE_UP, DOWN)
+    x, expert, weight = (given.pop(name) for name in ("x", "expert", "weight"))
+    args = x, expert, weight, GATE_UP, DOWN
     got, want = moe(*args, **given), wanted(*args, **given)
     assert got.shape == want.shape and got.dtype == jnp.float32
     np.testing.assert_allclose(got, want, atol=2e-5 * (1 + np.abs(want).max(initial=0)))
@@ -170,7 +170,9 @@ def test_gradients_and_vmap():
         assert_close(gradients(product), gradients(want))
     rows = [jnp.stack([x, x[::-1]]) for x in (X, EXPERT, WEIGHT)]
     got = jax.vmap(lambda *rows: moe(*rows, GATE_UP, DOWN))(*rows)
-    assert_close(got, np.stack([wanted(*x, GATE_UP, DOWN) for x in zip(*rows, strict=True)]))
+    assert_close(
+        got, np.stack([wanted(x, e, w, GATE_UP, DOWN) for x, e, w in zip(*rows, strict=True)])
+    )
 
 
 def test_experts_divided_over_devices():
