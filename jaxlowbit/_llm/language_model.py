@@ -218,7 +218,8 @@ def export(
 
     **Arguments:**
 
-    - `model`: from `load`, of a file of the same kind: metadata and tokenizer are copied from it.
+    - `model`: from `load`: metadata and tokenizer are taken from its file, which for
+      `"compressed-tensors"` is a Hugging Face folder.
     - `path`: the file or the folder, which gets its name when it is complete.
     - `kind`: `"gguf"` for a GGUF file, for llama.cpp; `"compressed-tensors"` for a folder in the
       format `pack-quantized`, for transformers and vLLM. There a quantized embedding becomes
@@ -227,8 +228,9 @@ def export(
     - `progress`: whether to show a progress bar.
 
     **Raises:** `TypeError` for arguments that are none of these; `ValueError` for a weight whose
-    format the kind does not represent exactly, with its name, for a model from a file of another
-    kind, and for a `path` that exists.
+    format the kind does not represent exactly, with its name, for a configuration or a tokenizer
+    that GGUF cannot store, for a model from a file of another kind, and for a `path` that
+    exists.
 
     ```py
     export(load("model-Q8_0.gguf", format="int4-g32", scale_dtype="float16"), "q4.gguf", "gguf")
