@@ -141,7 +141,8 @@ class _Moe(Call):
         first = jnp.clip(offset, -experts, jnp.iinfo(jnp.int32).max - experts)
         here = (expert >= jnp.maximum(first, 0)) & (expert < first + experts)
         local = jnp.where(here, expert - first, experts).reshape(-1)
-        order = jnp.argsort(local, stable=True).astype(jnp.int32)
+        place = _places(local)
+        order = _inverse(place)
         every = jnp.arange(experts, dtype=jnp.int32)
         sizes = jnp.sum(local[:, None] == every[None, :], axis=0, dtype=jnp.int32)
         product = functools.partial(ragged_dot, sizes=sizes, offset=jnp.int32(0), dtype=self.dtype)
@@ -154,13 +155,32 @@ class _Moe(Call):
         )
         wide = self.options.replace(preferred_element_type=jnp.dtype("float32"))
         rows = product(hidden, down, bias=down_bias, activation=None, options=wide)
-        place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=jnp.int32))
         rows = rows[place].reshape(*expert.shape, down.n)
         factors = jnp.where(here, weight.astype(jnp.float32), 0)
         sums = jnp.zeros((*expert.shape[:-1], down.n), jnp.float32)
         for i in range(top):
             sums += factors[..., i, None] * rows[..., i, :]
         return (sums.astype(self.options.out_dtype(x)),)
+
+
+def _inverse(order: Array) -> Array:
+    """The inverse of a permutation."""
+    number = jnp.arange(order.size, dtype=jnp.int32)
+    return jnp.zeros_like(order).at[order].set(number, unique_indices=True)
+
+
+COMPARED = 1024
+"""Maximum number of choices that are compared with each other, in one kernel, and not sorted."""
+
+
+def _places(experts: Array) -> Array:
+    """The place of each choice (r,) in a stable sort by expert."""
+    number = jnp.arange(experts.size, dtype=jnp.int32)
+    if experts.size > COMPARED:
+        return _inverse(jnp.argsort(experts, stable=True).astype(jnp.int32))
+    own, other = experts[:, None], experts[None, :]
+    before = (other < own) | ((other == own) & (number[None, :] < number[:, None]))
+    return jnp.sum(before, axis=1, dtype=jnp.int32)
 
 
 def _check_weights(gate_up: QuantizedArray, down: QuantizedArray) -> None:

@@ -15,6 +15,7 @@ from jax.sharding import AxisType
 from meshes import assert_close, put
 
 from jaxlowbit import INT4, MXFP4, Format, quantized_moe
+from jaxlowbit._composite import moe as moe_module
 
 P = jax.P
 TOKENS, K, HIDDEN, EXPERTS, TOP = 7, 128, 64, 8, 2
@@ -105,11 +106,19 @@ def choices(draw: st.DrawFn) -> dict[str, Any]:
 @hypothesis.given(choices())
 @hypothesis.settings(max_examples=25 if hypothesis.settings().derandomize else 500)
 def test_random_choices(given):
-    rows = (given.pop(name) for name in ("x", "expert", "weight"))
-    args = (*rows, GATE_UP, DOWN)
+    x, expert, weight = (given.pop(name) for name in ("x", "expert", "weight"))
+    args = x, expert, weight, GATE_UP, DOWN
     got, want = moe(*args, **given), wanted(*args, **given)
     assert got.shape == want.shape and got.dtype == jnp.float32
     np.testing.assert_allclose(got, want, atol=2e-5 * (1 + np.abs(want).max(initial=0)))
+
+
+@pytest.mark.parametrize("compared", [0, 100])
+def test_choices_are_sorted_by_expert(monkeypatch, compared):
+    monkeypatch.setattr(moe_module, "COMPARED", compared)
+    experts = np.random.default_rng(0).integers(0, 9, 100).astype(np.int32)
+    places = jax.jit(moe_module._places)(experts)
+    np.testing.assert_array_equal(np.argsort(places), np.argsort(experts, stable=True))
 
 
 def test_dtypes_and_leading_axes():
@@ -161,7 +170,9 @@ def test_gradients_and_vmap():
         assert_close(gradients(product), gradients(want))
     rows = [jnp.stack([x, x[::-1]]) for x in (X, EXPERT, WEIGHT)]
     got = jax.vmap(lambda *rows: moe(*rows, GATE_UP, DOWN))(*rows)
-    assert_close(got, np.stack([wanted(*x, GATE_UP, DOWN) for x in zip(*rows, strict=True)]))
+    assert_close(
+        got, np.stack([wanted(x, e, w, GATE_UP, DOWN) for x, e, w in zip(*rows, strict=True)])
+    )
 
 
 def test_experts_divided_over_devices():
