@@ -37,7 +37,8 @@ FLAX = ("linen", "nnx")
 # Optional dependencies, and the compiled module, by the modules that may import them.
 ONLY = {
     "flax": r"_flax\.((linen|nnx)_\w+|serialization|qwix_provider)|"
-    r"_llm\.(bench|block|command|decoder|language_model|low_rank|perplexity|programs|sharding)",
+    r"_llm\.(bench|block|cache_file|command|decoder|language_model|low_rank|perplexity|programs)|"
+    r"_llm\.sharding",
     "qwix": r"_core\.qarray|_flax\.qwix_provider",
     "gguf": r"_llm\.(exporting|ggml_grids|gguf_file)",
     "jinja2": r"_llm\.chat_template",
