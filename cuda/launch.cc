@@ -287,7 +287,7 @@ cudaError_t ForEachLaunch(std::vector<Operands> products, int64_t workspace_byte
       Placement operands(results.workspace(), results.bytes(), action.stream, Action::kCopies);
       operands.Align(&launch);
       if (operands.copied()) p.pdl = false;  // the previous kernel writes an operand
-      // The only kernel for scales of two levels needs aligned operands; the workspace has no room to align these.
+      // The only kernel for two-level scales needs aligned operands; the workspace has no room to align these.
       if (p.scale == ElementType::kSuper && !Supports(p, state.device)) {
         return cudaErrorMisalignedAddress;
       }

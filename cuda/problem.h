@@ -11,7 +11,8 @@
 namespace jaxlowbit {
 
 // Epilogue, in float32 before the result is rounded to the type of out: activation(unit * product + bias) + residual,
-// or, gated, activation(unit * gate + bias) * (unit * up + bias) + residual.
+// or, gated, activation(unit * gate + bias) * (unit * up + bias) + residual. `unit` is the tensor scale of the weight,
+// or the scale of a channel.
 struct Epilogue {
 #define JAXLOWBIT_EPILOGUE_FIELD(type, name, value) type name = value;
 #include "cuda/product.def"
@@ -48,7 +49,7 @@ struct QuantizedMatmul {
   constexpr int64_t groups() const {
     return group_size < 0 ? 1 : CeilDiv(k_blocks() * kAtom, group_size);
   }
-  // Rows of 64 scales in a strip: one per group; for scales of two levels, whole super-blocks.
+  // Rows of 64 scales in a strip: one per group; for two-level scales, whole super-blocks.
   constexpr int64_t scale_rows() const {
     if (scale != ElementType::kSuper) return groups();
     return CeilDiv(k_blocks() * kAtom, kSuperBlock) * (kSuperBlock / group_size + kFloatRows);
@@ -117,7 +118,7 @@ struct Buffers {
   const uint32_t* packed = nullptr;      // [num_weights, n_blocks, k_blocks, words_per_atom]
   const void* scale = nullptr;           // [num_weights, n_blocks, scale_rows, 64]
   const void* zero = nullptr;            // [num_weights, n_blocks, scale_rows, 64]
-  const float* unit = nullptr;           // [num_weights, epilogue.units]; null: 1
+  const float* unit = nullptr;           // [num_weights, epilogue.units], tensor or channel scales; null: 1
   const int32_t* index = nullptr;        // [batch * weights_per_element] (WeightNumber)
   const void* bias = nullptr;            // [batch * weights_per_element, n]
   const void* residual = nullptr;        // as out

@@ -31,7 +31,7 @@ inline UnitParams UnitsOf(const QuantizedMatmul& problem, const Buffers& buffers
   return {buffers.unit, buffers.index, problem.num_weights, problem.epilogue.units};
 }
 
-// A table codebook's numbers, repeated to fill the lanes of a warp; unspecified for other codebooks.
+// Entries of a table codebook, repeated to fill the lanes of a warp; unspecified for other codebooks.
 inline TableParams TableOf(const QuantizedMatmul& problem, const Buffers& buffers) {
   TableParams table = {};
   if (problem.codebook != Codebook::kTable) return table;

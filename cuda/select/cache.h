@@ -16,7 +16,7 @@ Choice SelectCached(const QuantizedMatmul& problem, const Device& device, int64_
 // Cached Supports(kernel, problem, device), which costs as much as a choice.
 Support SupportsCached(Kernel kernel, const QuantizedMatmul& problem, const Device& device);
 
-// Cached Supports(problem, device), which costs as much for scales of two levels.
+// Cached Supports(problem, device), which costs as much for two-level scales.
 Support SupportsCached(const QuantizedMatmul& problem, const Device& device);
 
 }  // namespace jaxlowbit

@@ -177,7 +177,7 @@ Support Supports(const QuantizedMatmul& problem, const Device& device) {
             " and n=" + number(problem.n)};
   }
   if (problem.scale != ElementType::kSuper) return {};
-  // Only one kernel supports scales of two levels, so its limits apply to all products with them.
+  // Only one kernel supports two-level scales, so its limits apply to all products with them.
   if (!DividesSuperBlock(problem.group_size)) {
     return {"scales of two levels are read in groups of 16, 32, 64 or 128"};
   }
