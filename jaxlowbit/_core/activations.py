@@ -15,7 +15,7 @@ VALUES = (jnp.dtype("int8"), jnp.dtype("float8_e4m3fn"))
 """Dtypes of quantized activations."""
 
 EXACT = jnp.dtype("bfloat16")
-"""A dtype that represents every 8-bit value exactly; most kernels multiply them in it."""
+"""The dtype in which most kernels multiply 8-bit values. It represents all of them exactly."""
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -111,7 +111,7 @@ def quantize_activations(
     - `activations`: float32, bfloat16 or float16 (..., k), k from 1.
     - `dtype`: `jnp.int8` or `jnp.float8_e4m3fn`.
     - `factor`: None, or positive floats (k,) that divide the channels first, in float32, such as
-      the result of `smoothing_factor`. The weight must be the one for divided activations.
+      the result of `smoothing_factor`. The rows of the weight must be multiplied by it.
 
     **Returns:** `QuantizedActivations` of the same shape and dtype.
 

@@ -28,8 +28,8 @@ def on_host(array: Any, dtype: Any, copy: bool | None) -> np.ndarray:
     """The floats of an array with concrete leaves."""
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(array)):
         raise TypeError(
-            f"QuantizedArray: a function of jax.numpy is to take {array!r} inside a "
-            f"transformation, but it takes arrays of floats; {_WAY}."
+            f"QuantizedArray: a function of jax.numpy got {array!r} inside a "
+            f"transformation, but it needs an array of floats; {_WAY}."
         )
     if copy is False:
         raise ValueError(
@@ -89,6 +89,6 @@ def check_dtypes(array: Any) -> None:
             raise ValueError(
                 f"QuantizedArray: {name} is {dtype}, but packed words are uint32; a tree with it "
                 "was cast, as by jax.tree.map(lambda x: x.astype(...)), which loses them. Cast "
-                "the floats of a tree alone, and before it is quantized; scale_dtype= of quantize "
+                "only the floats of a tree, before it is quantized; scale_dtype= of quantize "
                 "is the dtype of the scales."
             )

@@ -113,7 +113,7 @@ def float_dtype(caller: str, name: str, value: Any) -> Any:
     found = dtype(caller, name, value)
     if not jnp.issubdtype(found, jnp.floating):
         raise ValueError(
-            f"{caller}: {name} is {found}, but weights stand for floats; pass a dtype such as "
+            f"{caller}: {name} is {found}, but weights are floats; pass a dtype such as "
             "jnp.bfloat16, and cast the result if integers are meant."
         )
     return found
@@ -225,8 +225,8 @@ def shard_counts(caller: str, shards: Any) -> tuple[int, int]:
         k, n = map(operator.index, shards)
     except (TypeError, ValueError):
         raise TypeError(
-            f"{caller}: shards is {brief(shards)}, but it is two numbers, the parts of k and of n "
-            "into which devices cut a matrix, such as (1, 8)."
+            f"{caller}: shards is {brief(shards)}, but it is two numbers, the numbers of shards "
+            "of k and of n, such as (1, 8)."
         ) from None
     return k, n
 

@@ -172,8 +172,8 @@ def _narrow(name: str, scale: Any, format: Format) -> Array:
     if format.scale == "two_level":
         if not jnp.issubdtype(scale.dtype, jnp.integer):
             raise ValueError(
-                f"from_integers: {name} is {scale.dtype}, but of two levels it is integers of 8 "
-                "bits, which the floats of super_scale multiply; pass both."
+                f"from_integers: {name} is {scale.dtype}, but two-level scales are 8-bit "
+                "integers, which the floats of super_scale multiply; pass both."
             )
         _check_range(name, scale, -super_blocks.MOST - 1, super_blocks.MOST)
         scale = indexing.saturated(scale)
@@ -190,8 +190,9 @@ def _narrow(name: str, scale: Any, format: Format) -> Array:
             least, most = int(scale.min()), int(scale.max())
         if least < 0 or most > format.max_scale:
             raise ValueError(
-                f"from_integers: scale reaches from {least} to {most}, but scales of integers of "
-                f"{format.bits} bits are from 0 to {format.max_scale}; use a larger tensor_scale."
+                f"from_integers: scale reaches from {least} to {most}, but integer scales of "
+                f"{format.bits}-bit integers are from 0 to {format.max_scale}; use a larger "
+                "tensor_scale."
             )
     return jnp.clip(scale, 0, format.max_scale).astype(jnp.uint8)
 
@@ -204,8 +205,8 @@ def _check_range(name: str, integers: Any, low: int, high: int) -> None:
         least, most = int(integers.min()), int(integers.max())
     if least < low or most > high:
         raise ValueError(
-            f"from_integers: {name} reaches from {least} to {most}, but of two levels it is "
-            f"integers from {low} to {high}; use a larger super_scale."
+            f"from_integers: {name} reaches from {least} to {most}, but with two-level scales "
+            f"it has integers from {low} to {high}; use a larger super_scale."
         )
 
 
@@ -221,7 +222,7 @@ def _super_scale(given: Any, shape: tuple[int, ...], format: Format) -> list[Arr
     pair = format.zero != "none"
     if pair and not (isinstance(given, tuple | list) and len(given) == 2):
         raise TypeError(
-            f"from_integers: super_scale is {checks.brief(given)}, but beside zeros it is a pair, "
+            f"from_integers: super_scale is {checks.brief(given)}, but with zeros it is a pair, "
             "the floats that multiply scale and those that multiply zero; pass both."
         )
     found = []
@@ -284,8 +285,8 @@ def _counts(values: Any, format: Format) -> Any:
         values = lax.bitcast_convert_type(jnp.asarray(values), jnp.uint8)
     if jnp.issubdtype(values.dtype, jnp.signedinteger):
         raise ValueError(
-            f"from_integers: values are signed ({values.dtype}), but those of a codebook count "
-            "its numbers from 0 on; pass unsigned integers."
+            f"from_integers: values are signed ({values.dtype}), but codebook indices are "
+            "unsigned; pass unsigned integers."
         )
     if values.size and not isinstance(values, Tracer) and jnp.issubdtype(values.dtype, jnp.integer):
         table = np.isfinite(np.array(format.values))
@@ -293,7 +294,7 @@ def _counts(values: Any, format: Format) -> Any:
         if not (finite := table[counts]).all():
             first = tuple(map(int, np.argwhere(~finite)[0]))
             raise ValueError(
-                f"from_integers: values has {int((~finite).sum())} that stand for NaN or infinity, "
+                f"from_integers: values has {int((~finite).sum())} that represent NaN or infinity, "
                 f"the first at {first}; repair the weight first."
             )
     return values
@@ -324,8 +325,8 @@ def _integer_or_float_zero(zero: Any, values: Any, scale: Array, format: Format)
     kind = jnp.unsignedinteger if unsigned else jnp.signedinteger
     if not jnp.issubdtype(zero.dtype, kind):
         raise ValueError(
-            f"from_integers: zero is {zero.dtype} beside values of {values.dtype}, but an integer "
-            "zero is signed where the values are and unsigned where they are; convert one of them."
+            f"from_integers: zero is {zero.dtype} and values are {values.dtype}, but both must be "
+            "signed or both unsigned; convert one of them."
         )
     return _qvalue("zero", zero, format)
 
@@ -342,7 +343,7 @@ def _qvalue(name: str, values: Any, format: Format) -> Array:
         if least < low or most > high:
             raise ValueError(
                 f"from_integers: {name} reaches from {least} to {most}, but {format.bits} bits "
-                f"hold {low} to {high}; use a wider format."
+                f"represent {low} to {high}; use a wider format."
             )
     return _counted(indexing.saturated(values), low, high)
 

@@ -15,7 +15,7 @@ def partition_spec(array: Any, mesh: Any, *, k: Any, n: Any, lead: Any) -> Any:
     _check_axes(array, mesh, {"k": k, "n": n}, lead)
     if array.index is not None:
         raise ValueError(
-            "partition_spec: this is a view made by select, whose index has axes of its own; "
+            "partition_spec: this is a view made by select, whose index has separate axes; "
             "shard the stack."
         )
     return leaf_specs(array, k=k, n=n, lead=lead, own=own_parts(array, mesh, k, n))

@@ -53,5 +53,5 @@ def check_values(caller: str, name: str, values: Array, rule: str, holds: Any) -
         first = int(np.argmax(wrong))
         raise ValueError(
             f"{caller}: {name} has {int(wrong.sum())} values that are not finite and {rule}, the "
-            f"first at {first} ({found[first]}); take them of other activations."
+            f"first at {first} ({found[first]}); compute them from other activations."
         )

@@ -106,7 +106,7 @@ def _of_weights(
 def _compile(wanted: Sequence[Instance], device: Device) -> bool:
     """Compiles, with a line for each instance. Returns whether any failed."""
     if not wanted:
-        print("Nothing is to be compiled: the build has all of these kernels.")
+        print("Nothing to compile: the build contains all of these kernels.")
         return False
     start, cached, errors = time.monotonic(), 0, []
     architecture = ffi.architecture(device.capability)

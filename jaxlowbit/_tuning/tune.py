@@ -64,7 +64,7 @@ def tune(
     if not isinstance(dtype, str) or dtype not in tables.LHS:
         raise ValueError(
             f"tune: dtype is {brief(dtype)}, but there are choices for bfloat16 and float16 "
-            "alone; float32 is multiplied in bfloat16 parts, by one kernel."
+            "only; float32 is multiplied in bfloat16 parts, by one kernel."
         )
     boolean("tune", "progress", progress)
     if not isinstance(out, str | os.PathLike | None):

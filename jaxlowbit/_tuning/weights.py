@@ -99,14 +99,14 @@ def find(
     if isinstance(source, str | os.PathLike):
         path = Path(source)
         found = _of_headers(_headers(path), formats)
-        where = f"{path} holds no quantized arrays and no linear weights, 2-D floats whose names "
+        where = f"{path} has no quantized arrays and no linear weights, 2-D floats whose names "
         where += "end in weight (n, k) or kernel (k, n); name shapes instead"
     elif _are_shapes(source):
         found = [Weight(*_shape(shape), format, dtype) for shape in source for format in formats]
         where = "there are no shapes; name some as 14336x4096"
     else:
         found = _of_tree(source)
-        where = "the model holds no quantized arrays; quantize it first, or name shapes"
+        where = "the model has no quantized arrays; quantize it first, or name shapes"
     distinct = list(dict.fromkeys(found))
     if not distinct:
         raise ValueError(f"tune: {where}.")
@@ -203,7 +203,7 @@ def _headers(path: Path) -> dict[str, _Header]:
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files or not all(file.is_file() for file in files):
         raise ValueError(
-            f"tune: {path} is no checkpoint; name a .safetensors file or a folder that holds some."
+            f"tune: {path} is no checkpoint; name a .safetensors file or a folder of them."
         )
     headers = {}
     for file in files:

@@ -96,7 +96,7 @@ def quantize(
     return array
 
 
-# One program: run operation by operation, it would hold several float32 copies of the weight.
+# One program: run operation by operation, it would need several float32 copies of the weight.
 @functools.partial(jax.jit, static_argnames=("quantizer", "format", "scale_dtype", "shards"))
 def _quantize(
     weight: Array,
@@ -128,8 +128,8 @@ def _check_result(array: Any, weight: Array, format: Format, shards: tuple[int, 
     for name, ours, theirs in zip(("shape", "format", "shards"), wanted, found, strict=True):
         if ours != theirs:
             raise ValueError(
-                f"quantize: the quantizer returns a matrix with {name}={theirs}, but {ours} is "
-                "asked for; hand format and options on to Groups.of or jaxlowbit.quantize."
+                f"quantize: the quantizer returns a matrix with {name}={theirs}, but {ours} was "
+                "requested; pass format and options to Groups.of or jaxlowbit.quantize."
             )
 
 
@@ -170,7 +170,7 @@ def _check_scale(array: QuantizedArray, weight: Array) -> None:
     if array.format.scale == "two_level":
         _, found = super_blocks.unpacked(array.scale, array.format)
     scale_dtype = found.dtype
-    # JAX would compile this for each shape, but finds scales that other processes hold.
+    # JAX would compile this for each shape, but NumPy cannot read scales on other processes.
     xp: Any = np if found.is_fully_addressable else jnp
     scale = xp.asarray(found).astype(np.float32)
     finite = xp.isfinite(scale).all()
@@ -190,8 +190,8 @@ def _check_scale(array: QuantizedArray, weight: Array) -> None:
     if lost.any() and array.tensor_scale is not None:
         raise ValueError(
             f"quantize: the largest weight, {_largest(weight[lost]):g}, is so far from the others "
-            f"that most of its groups need scales below {least:g}, the least of {scale_dtype}, "
-            "beside its tensor scale; use a format of more range, such as 'mxfp4', or clip it."
+            f"that most of its groups need scales below {least:g}, the minimum of {scale_dtype}, "
+            "with its tensor scale; use a format of more range, such as 'mxfp4', or clip it."
         )
     if array.tensor_scale is not None:
         scale_dtype = jnp.dtype("float32")
@@ -205,7 +205,7 @@ def _check_scale(array: QuantizedArray, weight: Array) -> None:
             way = _wider(array.format, way)
         raise ValueError(
             f"quantize: weights up to {_largest(weight[lost]):g} need scales below {least:g}, the "
-            f"least of {scale_dtype}, in most groups of a matrix; {way}."
+            f"minimum of {scale_dtype}, in most groups of a matrix; {way}."
         )
 
 

@@ -127,7 +127,7 @@ def test_functions_of_jax_numpy_quote_the_way(call, q, x):
 
 
 def test_a_key_beyond_the_leading_axes_names_the_way(q):
-    with pytest.raises(ValueError, match=r"index 0 does not stay .* or use dequantize\(\)"):
+    with pytest.raises(ValueError, match=r"index 0 goes beyond .* or use dequantize\(\)"):
         q[0]
 
 

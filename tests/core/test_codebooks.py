@@ -210,16 +210,16 @@ def test_values_that_are_no_numbers_are_refused():
     scale = jnp.ones((1, 1))
     nan = np.full((16, 1), 0x7F, np.uint8)
     with pytest.raises(
-        ValueError, match=r"16 that stand for NaN or infinity, the first at \(0, 0\)"
+        ValueError, match=r"16 that represent NaN or infinity, the first at \(0, 0\)"
     ):
         QuantizedArray.from_integers(nan, scale, format=FP8)
-    with pytest.raises(ValueError, match="stand for NaN or infinity"):
+    with pytest.raises(ValueError, match="represent NaN or infinity"):
         QuantizedArray.from_integers(
             jnp.full((1, 1), jnp.inf, jnp.float8_e5m2), scale, format="e5m2"
         )
-    with pytest.raises(ValueError, match="those of a codebook count its numbers from 0 on"):
+    with pytest.raises(ValueError, match="codebook indices are unsigned"):
         QuantizedArray.from_integers(np.ones((16, 1), np.int8), scale, format="nf4-channel")
-    with pytest.raises(ValueError, match="4 bits hold 0 to 15"):
+    with pytest.raises(ValueError, match="4 bits represent 0 to 15"):
         QuantizedArray.from_integers(np.full((16, 1), 16, np.uint8), scale, format="nf4-channel")
 
 

@@ -126,7 +126,9 @@ def test_the_ends_of_float32(format):
         assert np.isfinite(found).all()
         error = np.linalg.norm(found / size - weight / size) / np.linalg.norm(weight / size)
         assert error < 0.15
-    with pytest.raises(ValueError, match=r"need scales below 1\.17549e-38, the least of float"):
+    with pytest.raises(
+        ValueError, match=r"need scales below 1\.17549e-38, the minimum of float"
+    ):
         quantize(np.full((64, 8), 1.5e-38, np.float32), format)
 
 
@@ -438,7 +440,7 @@ def test_which_kernels_read_them(format):
     assert registry.unsupported("cuda", x.dtype, format, built=False) == only_integers
     assert f"codebook e2m1, {format.scale} scales\n" in explain(x, array, device="cpu")
     for tree in (array, nnx.state(jl_nnx.QuantizedLinear(64, 70, format=format, rngs=nnx.Rngs(0)))):
-        with pytest.raises(ValueError, match=r"tune: .*(tables are for|holds no quantized arrays)"):
+        with pytest.raises(ValueError, match=r"tune: .*(tables are for|has no quantized arrays)"):
             find(tree, [], "bfloat16", excluded=untuned)
     with pytest.raises(ValueError, match="backend 'pallas' cannot compute this product: its kern"):
         quantized_matmul(x, array, backend="pallas")
@@ -512,7 +514,7 @@ WRONG: list[tuple[Any, str]] = [
     (lambda: blocks(EIGHT, np.full((1, 1), 255, np.uint8).view(E8M0)), "scale has 1 values that a"),
     (
         lambda: blocks(EIGHT.at[2, 1].set(jnp.nan), ONE),
-        r"1 that stand for NaN .* first at \(2, 1\)",
+        r"1 that represent NaN .* first at \(2, 1\)",
     ),
     (lambda: blocks(EIGHT, jnp.ones((4, 1)), block_size=(18, 8)), "group_size=18, but a group"),
     (lambda: blocks(EIGHT, ONE, block_size=(0, 8)), r"block_size\[0\] is 0, but it is the rows"),

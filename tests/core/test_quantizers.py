@@ -131,7 +131,7 @@ WRONG = {
     r"returns a matrix with shape=\(80, 192\), but \(192, 80\)": (
         lambda weight, format, _: quantize(weight.T, format)
     ),
-    "returns a matrix with format=.*bits=8.* is asked for": (
+    "returns a matrix with format=.*bits=8.* was requested": (
         lambda weight, *_: quantize(weight, INT8)
     ),
 }
@@ -147,7 +147,7 @@ def test_wrong_options_and_statistics():
     weight, statistics = heavy(K, N), Statistics.of(inputs()[:, :8])
     with refuses(r"statistics, shards=\): got an unexpected keyword argument 'shards'"):
         quantize(weight, INT4, quantizer=lambda w, f, _: quantize(w, f), shards=(3, 1))
-    with refuses("the quantizer 'mse' lacks this format: a 1-bit code without a zero"):
+    with refuses("the quantizer 'mse' does not support this format: a 1-bit code without a zero"):
         quantize(weight, Format(1), quantizer="mse")
     with refuses(r"statistics has \(8,\) input features, but .* takes \(192,\)"):
         quantize(weight, INT4, statistics=statistics)

@@ -161,7 +161,7 @@ def test_refuses_tiles_along_n():
 
 def test_refuses_small_tiles():
     array = qwix.quantize(weight(), jnp.int4, channelwise_axes=[1], tiled_axes={0: 8})
-    with refuses("hold 8 of k=192 elements, but a group is a multiple of 16"):
+    with refuses("have 8 of k=192 elements, but a group is a multiple of 16"):
         QuantizedArray.from_qarray(array)
 
 
@@ -173,7 +173,7 @@ def test_refuses_vectors_and_floats():
 
 
 def test_refuses_what_a_qarray_cannot_hold():
-    with refuses("has a float zero, but a QArray holds integer zero points"):
+    with refuses("has a float zero, but a QArray has integer zero points"):
         jaxlowbit.quantize(weight(), Format(4, 32, "float")).to_qarray()
     with refuses("k=192 leaves the last group of 128 cut"):
         jaxlowbit.quantize(weight(), Format(4, 128)).to_qarray()

@@ -275,15 +275,19 @@ def test_what_is_refused():
     pack = functools.partial(QuantizedArray.from_integers, values, format=Q4_K)
     with pytest.raises(ValueError, match="scale is 'two_level', but super_scale is missing"):
         pack(scale, scale)
-    with pytest.raises(TypeError, match="but beside zeros it is a pair"):
+    with pytest.raises(TypeError, match="but with zeros it is a pair"):
         pack(scale, scale, super_scale=floats)
     with pytest.raises(ValueError, match=r"super_scale\[1\] is float32\[2, 8\], but it is floats"):
         pack(scale, scale, super_scale=(floats, jnp.ones((2, 8))))
     with pytest.raises(ValueError, match=r"super_scale\[0\] has 8 values that are NaN or infinite"):
         pack(scale, scale, super_scale=(1e6 * floats, floats))
-    with pytest.raises(ValueError, match="scale reaches from 200 to 200, but of two levels it is"):
+    with pytest.raises(
+        ValueError, match="scale reaches from 200 to 200, but with two-level scales"
+    ):
         pack(200 * scale.astype(jnp.int32), scale, super_scale=(floats, floats))
-    with pytest.raises(ValueError, match="zero is float32, but of two levels it is integers"):
+    with pytest.raises(
+        ValueError, match="zero is float32, but two-level scales are 8-bit integers"
+    ):
         pack(scale, scale.astype(jnp.float32), super_scale=(floats, floats))
     with pytest.raises(ValueError, match="values are unsigned codes, but they are int4"):
         QuantizedArray.from_integers(

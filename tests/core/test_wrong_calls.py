@@ -94,7 +94,7 @@ PLAUSIBLE: Any = {
     "partition_spec: the mesh axis 'model' occurs twice": lambda a: a["q"].partition_spec(
         a["mesh"], n="model", k="model"
     ),
-    r"QuantizedArray.dequantize: dtype is int8, but weights stand for floats": lambda a: a[
+    r"QuantizedArray.dequantize: dtype is int8, but weights are floats": lambda a: a[
         "q"
     ].dequantize("int8"),
     r"supported_backends: rhs is float32\[64, 128\]": lambda a: jl.supported_backends(

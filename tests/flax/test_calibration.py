@@ -116,7 +116,7 @@ def test_linen_stacks_have_statistics_of_each_matrix():
                 "quantizer": "gptq",
                 "calibration": Calibration(BATCHES, apply=lambda model, x: model.first(x)),
             },
-            "calibration never reaches last, ",
+            "no batch of calibration runs last, ",
         ),
     ],
 )

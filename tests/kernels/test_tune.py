@@ -393,7 +393,7 @@ def test_weights_of_a_checkpoint(tmp_path):
         (["4096"], {}, r"'4096' is no shape; name output channels .* as 14336x4096\."),
         ([(0, 64)], {}, r"\(0, 64\) is no shape"),
         ([], {}, "there are no shapes; name some"),
-        ({"w": jnp.ones(3)}, {}, "holds no quantized arrays; quantize it first"),
+        ({"w": jnp.ones(3)}, {}, "has no quantized arrays; quantize it first"),
         ("nowhere", {}, "nowhere is no checkpoint; name a .safetensors file"),
         ([(64, 64)], {"tokens": [0]}, r"0 is no number of tokens; name some from 1"),
         ([(64, 64)], {"tokens": []}, "there are no numbers of tokens"),

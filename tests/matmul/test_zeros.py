@@ -77,7 +77,7 @@ def example() -> tuple[np.ndarray, np.ndarray]:
 def test_groups_of_zeros_are_zeros(name):
     format, (stack, empty) = FORMATS[name], example()
     if format.bits == 1 and format.codebook is None and format.zero == "none":
-        with pytest.raises(ValueError, match=r"holds only -scale and 0; use .* or a codebook"):
+        with pytest.raises(ValueError, match=r"represents only -scale and 0; use .* or a codebook"):
             quantize(stack, format)
         return
     found = floats(stack, format)

@@ -183,7 +183,7 @@ def test_driver_that_times_something_else(tmp_path, capsys):
         ("--shapes llama3-70b/tp3", "names no shape"),
         ("--format q4", "'q4' names no format; write a name such as"),
         ("--format int9", "bits=9, but a code has 1 to 8 bits"),
-        ("--format int1", "holds only -scale and 0"),
+        ("--format int1", "represents only -scale and 0"),
         ("--m 0", "'0' is no positive number"),
         ("--backends cutlass", "invalid choice: 'cutlass'"),
         ("--shapes 64x64 --backends xla", "more than 512; name a larger shape"),

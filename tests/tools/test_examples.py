@@ -219,7 +219,7 @@ def test_bad_input_gets_a_sentence(example, folder, arguments, message, capsys):
         ("--bits 9", "bits=9, but a code has 1 to 8 bits"),
         ("--group-size 20", "group_size=20, but a group is a positive multiple of 16"),
         ("--zero float8", "zero='float8' is unknown; it is one of 'none', 'integer', 'float'"),
-        ("--bits 1 --zero none", "a 1-bit code without a zero holds only"),
+        ("--bits 1 --zero none", "a 1-bit code without a zero represents only"),
         ("--sentences {}/missing.txt", "missing.txt cannot be read as UTF-8 text"),
         ("--sentences {}", "cannot be read as UTF-8 text"),
         ("--sentences {}/latin.txt", "latin.txt cannot be read as UTF-8 text"),
