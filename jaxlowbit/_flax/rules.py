@@ -1,4 +1,4 @@
-"""The choice for each layer, by regular expressions on its paths or by a lone format."""
+"""Chooses a format for each layer, by regular expressions on its paths or by a single format."""
 
 import collections
 import contextlib
@@ -32,10 +32,10 @@ _LISTED = 8
 class Candidate(NamedTuple):
     """A layer that could be quantized.
 
-    - `paths`: all of its dotted paths, which rules match.
-    - `holders`: for a raw parameter, the paths of the modules that hold it.
+    - `paths`: all of its dotted paths; rules match any of them.
+    - `holders`: for a raw parameter, the paths of its modules.
     - `shape`: the shape of the weight.
-    - `matrix`: (k, n), or None if it is no product.
+    - `matrix`: (k, n), or None if it is not a product.
     - `matrices`: the number of such matrices in its weight.
     - `nbytes`, `itemsize`: bytes of the weight, and of one of its elements.
     - `table`: whether it is an embedding, which only a rule that matches its path quantizes.
@@ -69,7 +69,7 @@ class Candidate(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The format of a layer, or None and why its floats are kept."""
+    """The format of a layer, or None and the reason why it stays in floats."""
 
     format: Format | None
     reason: str = ""
@@ -86,10 +86,10 @@ def choose(
     shards: ShardRules,
     lhs_qtype: ActivationRules,
 ) -> tuple[list[Choice], list[bool]]:
-    """Returns a choice for each layer, and whether a rule keeps each uncovered parameter.
+    """Returns a choice for each layer, and whether a rule matches each uncovered parameter.
 
-    **Raises:** `TypeError` for invalid rules; `ValueError` for invalid regular expressions and for
-    rules that decide about no layer, all in one error, and if no layer would be quantized.
+    **Raises:** `TypeError` for invalid rules; `ValueError` for invalid regular expressions, for
+    rules that match no layer (all in one error), and if no layer would be quantized.
     """
     paths = [layer.paths for layer in candidates]
     parts = _choose_shards(shards, paths)
@@ -158,7 +158,7 @@ def _choose_activations(
 ) -> list[Any]:
     """The dtypes of the quantized activations of layers, or None.
 
-    A layer that is kept in floats has none, and an embedding only by a rule.
+    A float layer has none, and an embedding only by a rule.
     """
     read = functools.partial(dtype_of, _CALLER)
     at = [i for i, choice in enumerate(choices) if choice.format is not None]
@@ -175,7 +175,7 @@ def _choose_activations(
 
 
 def _check_any(candidates: Sequence[Candidate], choices: Sequence[Choice]) -> None:
-    """Raises `ValueError` if all layers are kept in floats, with the reasons."""
+    """Raises `ValueError` if all layers stay in floats, with the reasons."""
     if any(choice.format is not None for choice in choices):
         return
     kept = [*zip(candidates, choices, strict=True)]
@@ -193,7 +193,7 @@ def _check_any(candidates: Sequence[Candidate], choices: Sequence[Choice]) -> No
 def check_replaceable(reasons: Iterable[tuple[str, str | None]]) -> None:
     """Raises one `ValueError` for all chosen layers that cannot be quantized, before any changes.
 
-    `reasons` are paths of layers with why each cannot be quantized, or None.
+    `reasons`: for each layer, its path and the reason why it cannot be quantized, or None.
     """
     found = [(path, reason) for path, reason in reasons if reason is not None]
     if len(found) == 1:
@@ -208,7 +208,8 @@ def check_replaceable(reasons: Iterable[tuple[str, str | None]]) -> None:
         )
 
 
-# --- a lone format --------------------------------------------------------------------------------
+# --- a single format
+# --------------------------------------------------------------------------------
 
 
 def _kept_by_default(
@@ -217,9 +218,9 @@ def _kept_by_default(
     shards: Sequence[Shards],
     format: Format,
 ) -> list[str | None]:
-    """Why a lone format keeps each layer in floats, or None.
+    """The reason why a single format leaves each layer in floats, or None.
 
-    `tables` are the shapes of other parameters that may be embeddings.
+    `tables`: shapes of other parameters that may be embeddings.
     """
     heads = _heads(candidates, tables)
     reasons = []
@@ -242,10 +243,10 @@ def _kept_by_default(
 
 
 def _heads(candidates: Sequence[Candidate], tables: Iterable[tuple[int, ...]]) -> set[int]:
-    """The layers whose result is as wide as a vocabulary, by their numbers.
+    """The numbers of the layers whose result is as wide as a vocabulary.
 
-    A vocabulary is wider than its embeddings. A layer that a block repeats is no head, even if it
-    is as wide by chance; of the others, the outermost are heads.
+    A vocabulary is wider than its embeddings. A layer that is repeated in blocks is not a head,
+    even if its width matches by chance. Of the others, the outermost layers are heads.
     """
     known = [layer.matrix for layer in candidates if layer.table and layer.matrix]
     sizes = {(width, size) for width, size in known if size > width}
@@ -266,7 +267,7 @@ def _heads(candidates: Sequence[Candidate], tables: Iterable[tuple[int, ...]]) -
 
 
 def _grows(layer: Candidate, format: Format, shards: Shards) -> bool:
-    """Whether the arrays that `quantize` would make of a weight are no smaller than it is."""
+    """Whether the quantized arrays of a weight would take at least as many bytes as the weight."""
     if layer.matrix is None:
         return False
     unit = format.shard_unit
@@ -278,12 +279,13 @@ def _grows(layer: Candidate, format: Format, shards: Shards) -> bool:
     zero = {"none": 0, "integer": 1, "float": floats}[format.zero]
     words = 4 * math.prod(layout.packed_shape(k, n, format.bits))
     groups = math.prod(super_blocks.scale_shape(k, n, format))
-    others = 4 + 4 * format.has_tensor_scale * (n if format.scales_channels else 1)  # the version
+    # bytes of the version, and of tensor scales
+    others = 4 + 4 * format.has_tensor_scale * (n if format.scales_channels else 1)
     return layer.matrices * (words + groups * (floats + zero) + others) >= layer.nbytes
 
 
 def _is_table(parameter: ParameterReport) -> bool:
-    """Whether a parameter that no known layer holds may be an embedding, by its name."""
+    """Whether a parameter outside of known layers may be an embedding, by its name."""
     named = re.search(r"embed|wte|vocab", parameter.path, re.I)
     return len(parameter.shape) == 2 and named is not None
 
@@ -325,7 +327,8 @@ def _decide(
     read: Callable[[object], Any],
     values: str,
 ) -> tuple[list[tuple[str, Any] | None], list[bool]]:
-    """The first rule that matches each layer, and which others one with None matches."""
+    """The first rule that matches each layer, and whether each of `others` matches a rule with
+    None."""
     found = [_compile(rule, read, values) for rule in rules]
     wrong = [error for error in found if isinstance(error, Exception)]
     if wrong:
