@@ -1,4 +1,4 @@
-"""Packed matrices as rows of integers, for the formats of other libraries."""
+"""Unpacks matrices to rows of integers, for the formats of other libraries."""
 
 from typing import NamedTuple
 
@@ -11,8 +11,8 @@ from .._core.dequantize import codes_of
 
 
 class Rows(NamedTuple):
-    """The rows (out) of a matrix (out, in): quantized values uint8 (n, k), scales and zeros
-    (n, groups), 8-bit scales as bytes."""
+    """The rows (out) of a matrix (out, in): codes uint8 (n, k), scales and zeros (n, groups), 8-bit
+    scales as bytes."""
 
     qvalue: np.ndarray
     scale: np.ndarray
@@ -22,7 +22,7 @@ class Rows(NamedTuple):
 def rows_of(array: QuantizedArray) -> Rows:
     """Unpacks a matrix with scales of one level.
 
-    **Raises:** `ValueError` for a stack, shards, permuted rows and scales of two levels.
+    **Raises:** `ValueError` for a stack, shards, permuted rows and two-level scales.
     """
     if array.ndim != 2 or array.index is not None:
         raise ValueError(f"it is a stack of shape {array.shape}, but matrices are exported")

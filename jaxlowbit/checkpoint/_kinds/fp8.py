@@ -1,9 +1,9 @@
 """Fine-grained float8: DeepSeek-V3's format, `FineGrainedFP8Config` of transformers.
 
-`X.weight` has 8-bit floats and `X.weight_scale_inv` the factor of each block of rows and columns,
-or of the matrix. A weight is the product (README_WEIGHTS.md of DeepSeek-V3). Factors in bytes are
-powers of two, as in MXFP8. Experts may be stacks, or pairs of 4-bit floats with a power of two for
-32 inputs (`Fp8Dequantize` of transformers).
+`X.weight` has 8-bit floats, and `X.weight_scale_inv` the factor of each block of rows and columns,
+or of the matrix. A weight is their product (README_WEIGHTS.md of DeepSeek-V3). Factors stored as
+bytes are powers of two, as in MXFP8. Experts may be stacks, or pairs of 4-bit floats with a power
+of two per 32 inputs (`Fp8Dequantize` of transformers).
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ def read(folder: Folder, config: Fields) -> Found:
     activations = config.expect("activation_scheme", "dynamic", "dynamic", "static")
     block = _block(config)
     floats = _floats(config)
-    # The tensors tell which other modules have 8-bit floats; `dequantize` is for transformers.
+    # The tensors show which other modules have 8-bit floats; `dequantize` concerns transformers.
     config.expect_rest("dequantize", "modules_to_convert", "quant_method")
     matrices = [
         _matrix(folder, config, name.removesuffix(_SCALE), block, floats)
@@ -93,8 +93,8 @@ def _block(config: Fields) -> tuple[int, int]:
 
 
 def _floats(config: Fields) -> list[re.Pattern[str]]:
-    """Patterns of the modules that stay floats. A name includes the modules inside, and may lack
-    the names of the modules around it."""
+    """Patterns of the modules that stay floats. A name also covers its submodules, and may omit the
+    names of outer modules."""
     return [
         re.compile(rf"(.*\.)?{re.escape(name)}(\.|$)")
         for key in ("modules_to_not_convert", "ignored_layers")

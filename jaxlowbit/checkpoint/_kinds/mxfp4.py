@@ -1,9 +1,9 @@
 """gpt-oss: stacks of experts in MXFP4.
 
 `X_blocks`, uint8 (experts, out, in / 32, 16), has pairs of 4-bit floats, the even input in the low
-bits, and `X_scales`, uint8 (experts, out, in / 32), the exponents of their scales, as
-`convert_moe_packed_tensors` of transformers reads them. The outputs of `gate_up_proj` alternate:
-gate at even numbers, up at odd ones.
+bits. `X_scales`, uint8 (experts, out, in / 32), has the exponents of their scales
+(`convert_moe_packed_tensors` of transformers). The outputs of `gate_up_proj` alternate: even ones
+are gate, odd ones up.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ _BLOCKS = "_blocks"
 
 
 def read(folder: Folder, config: Fields) -> Found:
-    # The tensors tell which modules are floats; `dequantize` is for transformers.
+    # The tensors show which modules are floats; `dequantize` concerns transformers.
     config.expect_rest("dequantize", "modules_to_not_convert", "quant_method")
     names = [name.removesuffix(_BLOCKS) for name in folder.tensors if name.endswith(_BLOCKS)]
     return Found([_matrix(folder, name) for name in names])
