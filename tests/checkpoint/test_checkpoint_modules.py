@@ -35,7 +35,7 @@ FOLDERS = (
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_weights_are_what_the_library_dequantizes_to(folder):
+def test_weights_match_the_library(folder):
     """In float32, rounded to the library's dtype.
 
     test_checkpoint_libraries.py compares them after packing.
@@ -87,7 +87,7 @@ def test_the_page_has_every_kind():
         assert module.SUMMARY and any(f"`{method}`" in rows for method in module.METHODS)
 
 
-def test_what_is_no_checkpoint_raises(tmp_path):
+def test_paths_without_a_checkpoint_raise(tmp_path):
     with pytest.raises(TypeError, match="path is 3, but it is the path of a folder"):
         checkpoint.load(3)  # pyright: ignore[reportArgumentType]
     with pytest.raises(FileNotFoundError, match="x does not exist"):
@@ -124,14 +124,14 @@ def test_configs_that_are_not_read_raise(changes, sentence, tmp_path):
     assert str(tmp_path) in str(raised.value)
 
 
-def test_the_words_of_zeros_of_gptq_carry(tmp_path):
+def test_adding_one_to_zeros_of_gptq_carries_across_words(tmp_path):
     """GPTQModel subtracts 1 of whole words, AutoGPTQ sets all higher bits for a zero of 0."""
     layout = gptq.Layout(4, 32, stored_zero=True)
     words = np.array([[0x11111110]], np.uint32) - np.uint32(0x11111111)
     np.testing.assert_array_equal(layout.zeros(words, 8), [[0, 1, 1, 1, 1, 1, 1, 1]])
 
 
-def test_group_of_each_input_that_makes_no_groups_raises(tmp_path):
+def test_invalid_groups_of_inputs_raise(tmp_path):
     tensors = {x.name: np.array(x.array()) for x in _read_file(DATA / "gptq/model.safetensors")[0]}
     tensors["m.w4.g_idx"][:] = 0
     save_file(tensors, tmp_path / "model.safetensors")

@@ -53,7 +53,7 @@ def test_fp4_are_a_sign_a_float_and_one_small_number():
 
 
 @pytest.mark.parametrize("name", ["e2m1", "e4m3", "e5m2"])
-def test_small_floats_are_those_of_ml_dtypes(name):
+def test_small_floats_match_ml_dtypes(name):
     dtype = {"e2m1": "float4_e2m1fn", "e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}[name]
     bits = NAMES[name]
     expected = np.arange(2**bits, dtype=np.uint8).view(getattr(ml_dtypes, dtype))
@@ -64,7 +64,7 @@ def test_small_floats_are_those_of_ml_dtypes(name):
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=format_name)
-def test_every_value_stands_for_its_number(format):
+def test_every_code_represents_its_number(format):
     table = numbers(format)
     codes = np.flatnonzero(np.isfinite(table)).astype(np.uint8)
     values = np.tile(codes[:, None], (1, 3))
@@ -79,7 +79,7 @@ def test_every_value_stands_for_its_number(format):
 
 @pytest.mark.parametrize("quantizer", ["absmax", "mse"])
 @pytest.mark.parametrize("format", FORMATS, ids=format_name)
-def test_quantize_takes_the_nearest_number(format, quantizer):
+def test_quantize_rounds_to_the_nearest_entry(format, quantizer):
     rng = np.random.default_rng(0)
     weight = rng.normal(size=(96, 70)).astype(np.float32)
     array = quantize(weight, format, quantizer=quantizer)
@@ -121,7 +121,7 @@ def test_padding_is_the_number_nearest_to_zero():
 
 
 @pytest.mark.parametrize("name", ["e4m3", "e5m2"])
-def test_floats_of_8_bits_are_taken_as_they_are(name):
+def test_eight_bit_floats_are_unchanged(name):
     dtype = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}[name]
     weight = jax.random.normal(jax.random.key(0), (70, 33)).astype(dtype)
     scale = jnp.full((1, 33), 0.5)
@@ -132,7 +132,7 @@ def test_floats_of_8_bits_are_taken_as_they_are(name):
     np.testing.assert_array_equal(traced.packed, array.packed)
 
 
-def test_derivatives_are_those_of_the_floats():
+def test_derivatives_match_the_floats():
     rng = np.random.default_rng(2)
     lhs = rng.normal(size=(3, 64)).astype(np.float32)
     array = quantize(rng.normal(size=(64, 64)).astype(np.float32), NF4)
@@ -206,7 +206,7 @@ def test_wrong_codebooks(fields, error, sentence):
         Format(**fields)
 
 
-def test_values_that_are_no_numbers_are_refused():
+def test_values_that_are_not_numbers_raise():
     scale = jnp.ones((1, 1))
     nan = np.full((16, 1), 0x7F, np.uint8)
     with pytest.raises(
@@ -223,7 +223,7 @@ def test_values_that_are_no_numbers_are_refused():
         QuantizedArray.from_integers(np.full((16, 1), 16, np.uint8), scale, format="nf4-channel")
 
 
-def test_kernels_of_integers_refuse_codebooks():
+def test_kernels_of_integers_raise_for_codebooks():
     array = quantize(np.ones((64, 64), np.float32), NF4)
     reasons = supported_backends(jnp.ones((1, 64)), array)
     assert reasons["cpu"] is None and reasons["pallas"] == call.NO_CODEBOOK

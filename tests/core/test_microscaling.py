@@ -71,7 +71,7 @@ def test_names(format):
     [(MXFP4, "float4_e2m1fn"), (MXFP8, "float8_e4m3fn"), (E5M2, "float8_e5m2")],
     ids=["mxfp4", "mxfp8", "e5m2"],
 )
-def test_mx_is_that_of_the_specification(format, element):
+def test_mx_matches_the_specification(format, element):
     """OCP Microscaling Formats 1.0, section 6.3: the scale is the largest power of two of the
     group over the largest of the element type; elements round to nearest, ties to even, and
     saturate."""
@@ -88,7 +88,7 @@ def test_mx_is_that_of_the_specification(format, element):
     np.testing.assert_array_equal(found, expected.reshape(weight.shape))
 
 
-def test_nvfp4_is_that_of_nvidia():
+def test_nvfp4_matches_nvidia():
     """The tensor scale brings the largest group to 448; scales of groups and elements are nearest
     (NVIDIA, Pretraining Large Language Models with NVFP4, 2025, appendix B)."""
     weight = random(128, 40)
@@ -126,13 +126,11 @@ def test_the_ends_of_float32(format):
         assert np.isfinite(found).all()
         error = np.linalg.norm(found / size - weight / size) / np.linalg.norm(weight / size)
         assert error < 0.15
-    with pytest.raises(
-        ValueError, match=r"need scales below 1\.17549e-38, the minimum of float"
-    ):
+    with pytest.raises(ValueError, match=r"need scales below 1\.17549e-38, the minimum of float"):
         quantize(np.full((64, 8), 1.5e-38, np.float32), format)
 
 
-def test_an_outlier_beyond_the_scales_of_others_is_refused():
+def test_an_outlier_beyond_the_scales_of_others_raises():
     weight = np.full((64, 8), 1e-6, np.float32)
     weight[0, 0] = 1e6
     with pytest.raises(ValueError, match=r"1e\+06, is so far from the others that most of"):
@@ -188,7 +186,7 @@ def test_codes_of_powers_of_two(format, dtype, backend):
 @pytest.mark.parametrize("first", [1, 247 - 32])
 @pytest.mark.parametrize("format", [MXFP8, E5M2], ids=format_name)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_codes_of_8_bit_floats_beside_small_and_large_scales(format, backend, first):
+def test_codes_of_8_bit_floats_with_small_and_large_scales(format, backend, first):
     """No weight is subnormal or infinite, so results are exact."""
     columns = np.arange(first, first + 24, dtype=np.uint8)
     codes = np.arange(60, 124, dtype=np.uint8)[:, None].repeat(24, 1)
@@ -204,7 +202,7 @@ def test_codes_of_8_bit_floats_beside_small_and_large_scales(format, backend, fi
 @pytest.mark.parametrize(
     ("codebook", "outgrown"), [("e4m3", True), ("e5m2", True), ("e2m1", False), (None, False)]
 )
-def test_products_with_scales_that_float16_does_not_hold(codebook, outgrown):
+def test_products_with_scales_beyond_float16(codebook, outgrown):
     """In units of the tensor scale, weights near 1 are up to 448 times the largest number."""
     format = Format(4 if codebook == "e2m1" else 8, 32, codebook=codebook, scale="e4m3")
     array = quantize(random(256, 70), format)
@@ -238,7 +236,7 @@ def test_codes_of_8_bit_floats(dtype, backend):
 
 
 @two
-def test_what_is_there_is_packed(format):
+def test_existing_tensors_are_packed(format):
     """Packs codes with scale bits, or with scales of the scale dtype, and unpacks them."""
     array = quantize(random(64, 70), format)
     rng = np.random.default_rng(0)
@@ -405,7 +403,7 @@ def test_layers(format):
     assert out.dtype == jnp.bfloat16
 
 
-def test_models_are_refused_before_they_change():
+def test_models_raise_before_they_change():
     model = Model(nnx.Rngs(0))
     model.up.kernel[...] = jnp.full((64, 128), 1e-6).at[0, 0].set(1e6)
     with pytest.raises(ValueError, match=r"in up: the largest weight, 1e\+06, is so far from"):
@@ -426,7 +424,7 @@ def test_stacked_layers():
 
 
 @two
-def test_which_kernels_read_them(format):
+def test_kernels_that_read_two_levels(format):
     x, array = jnp.ones((2, 64)), quantize(random(64, 70), format)
     reasons = supported_backends(x, array)
     sentence = "its kernels read scales of 16 or 32 bits, the format has 8-bit ones"
@@ -522,6 +520,6 @@ WRONG: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("call", "sentence"), WRONG)
-def test_what_is_refused(call, sentence):
+def test_unsupported_files_raise(call, sentence):
     with pytest.raises(ValueError, match=sentence):
         call()

@@ -115,7 +115,7 @@ def test_functions_get_the_options_that_are_given():
     assert found.shards == (3, 1) and found.scale.dtype == jnp.bfloat16
 
 
-def test_memory_is_that_of_one_float_copy():
+def test_memory_is_one_float_copy():
     weight = jax.ShapeDtypeStruct((2048, 1024), jnp.bfloat16)
     run = jax.jit(quantize, static_argnames=("format", "quantizer"))
     memory = run.lower(weight, INT4, quantizer="absmax").compile().memory_analysis()
@@ -164,7 +164,7 @@ class Pair(nn.Module):
 
 
 @pytest.mark.parametrize("quantizer", ["mse", narrow])
-def test_models_of_flax_take_them(quantizer):
+def test_models_of_flax_accept_them(quantizer):
     x = inputs(2)
     model = nnx.List([nnx.Linear(K, N, rngs=nnx.Rngs(0))])
     variables = Pair().init(jax.random.key(0), x)

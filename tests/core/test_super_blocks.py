@@ -160,7 +160,7 @@ def test_exported_programs_know_the_format():
     assert_close(export.deserialize(program.serialize()).call(x, array), x @ array)
 
 
-def test_the_call_reads_floats_where_no_kernel_reads_bytes():
+def test_the_call_reads_floats_if_no_kernel_reads_bytes():
     """On the CPU, XLA expands the scales before the call; the words are passed unchanged."""
     array = quantize(random(256, 64), Q4_K)
     lowered = jax.jit(product).lower(jnp.ones((3, 256), jnp.bfloat16), array)
@@ -244,7 +244,7 @@ def test_calls_of_several_products(m):
     np.testing.assert_allclose(got, want, rtol=0.05, atol=0.02 * np.abs(want).max())
 
 
-def test_from_integers_is_what_it_says():
+def test_from_integers_matches_its_documentation():
     rng = np.random.default_rng(0)
     values = rng.integers(0, 16, (320, 70), np.uint8)
     scale, zero = (rng.integers(-128, 128, (10, 70), np.int8) for _ in range(2))
@@ -259,7 +259,7 @@ def test_from_integers_is_what_it_says():
     np.testing.assert_allclose(dequantize(array).value, expected, rtol=1e-6)
 
 
-def test_what_is_refused():
+def test_unsupported_files_raise():
     with pytest.raises(
         ValueError, match="group_size=48 beside scale='two_level', but a super-block"
     ):

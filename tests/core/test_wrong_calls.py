@@ -34,7 +34,7 @@ def complaints(seeds: range) -> list[str]:
 
 
 @pytest.mark.parametrize("name", wrong_calls.CALLS)
-def test_what_is_changed_is_right_at_first(name):
+def test_unmodified_calls_are_valid(name):
     """The unchanged calls must work, so that each error is due to the change."""
     if name not in ELSEWHERE:
         wrong_calls.CALLS[name].run({})
@@ -55,7 +55,7 @@ def test_many_wrong_calls(first):
     assert complaints(range(first, min(first + 500, ALL))) == []
 
 
-def test_errors_of_others_are_no_sentences():
+def test_errors_of_other_libraries_are_not_sentences():
     def judge(function: Any) -> str | None:
         call = right_calls.Call(lambda given: function(), {"given": lambda: 0}, ("quantize",))
         wrong_calls.CALLS["judged"] = call

@@ -79,7 +79,7 @@ def rounded(model: Any, quantized: Any) -> Any:
     return model
 
 
-def test_layers_are_quantized_as_their_equations_say():
+def test_layers_are_quantized_by_their_equations():
     model = Attention()
     report = quantize_model(model, INT4, layers=[EINSUM, PROJECTION])
     assert [layer.path for layer in report.layers if layer.format] == ["q", "kv", "out", "last"]
@@ -136,14 +136,14 @@ def test_without_a_description_they_are_not_covered():
         ),
     ],
 )
-def test_wrong_descriptions_are_refused(layer, message):
+def test_wrong_descriptions_raise(layer, message):
     model = Attention()
     with pytest.raises(ValueError, match=message):
         quantize_model(model, {"": INT4}, layers=[layer])
     assert type(model.q) is Einsum
 
 
-def test_what_is_no_description_is_refused():
+def test_invalid_descriptions_raise():
     for layers in (Einsum, [Einsum], EINSUM, "w"):
         with pytest.raises(
             TypeError, match=r"^quantize_model: layers is .*, but it is a list of E"

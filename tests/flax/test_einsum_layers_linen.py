@@ -93,7 +93,7 @@ def near(found: Any, expected: Any, tolerance: float) -> bool:
 
 
 @pytest.mark.parametrize("lifted", [False, True], ids=["plain", "scanned"])
-def test_layers_are_quantized_as_their_calls_say(lifted):
+def test_layers_are_quantized_by_the_equations_of_their_calls(lifted):
     module = Model(lifted)
     floats = module.init(KEY, X)
     model, variables, report = quantize_model(module, floats, INT8, X, layers=LAYERS)
@@ -159,7 +159,7 @@ def test_calls_of_known_layers_that_are_written_otherwise_stay_as_they_are(monke
     assert near(model.apply(variables, X), module.apply(floats, X), 0.02)
 
 
-def test_another_equation_is_refused():
+def test_another_equation_raises():
     """It has the same sizes, but contracts a different axis."""
 
     class Square(nn.Module):
@@ -178,7 +178,7 @@ def test_another_equation_is_refused():
 
 
 @pytest.mark.filterwarnings("ignore:quantize_model")
-def test_wrong_descriptions_are_refused():
+def test_wrong_descriptions_raise():
     module = Model()
     floats = module.init(KEY, X)
     number: Any = lambda *_: 3  # noqa: E731

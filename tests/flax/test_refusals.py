@@ -108,7 +108,7 @@ def test_long_lists_are_cut():
         jl_nnx.quantize_model(nnx.Sequential(*layers), INT4)
 
 
-def test_values_at_the_ends_of_a_dtype_are_no_reason():
+def test_values_at_the_ends_of_a_dtype_do_not_raise():
     def large(kernel):
         return kernel.astype(jnp.float16).at[0, 0].set(65504).at[1, 0].set(-65504)
 
@@ -118,7 +118,7 @@ def test_values_at_the_ends_of_a_dtype_are_no_reason():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_only_weights_that_scales_surely_hold_are_not_looked_at_closely(dtype):
+def test_only_weights_that_scales_certainly_represent_skip_the_full_check(dtype):
     ordinary = jax.random.normal(KEY, (4, 8)).at[0].set(0).astype(dtype)
     assert has_scales(ordinary)
     least, largest = float(jnp.finfo(dtype).tiny), float(jnp.finfo(dtype).max)
@@ -141,7 +141,7 @@ class Wrapped(nnx.Module):
 
 
 @pytest.mark.parametrize("wrapper", [nnx.WeightNorm, nnx.SpectralNorm])
-def test_nnx_layers_whose_weights_are_rewritten_are_refused_unless_kept(wrapper):
+def test_nnx_layers_with_rewritten_weights_raise_unless_kept_in_floats(wrapper):
     model, float_model = Wrapped(wrapper), Wrapped(wrapper)
     path = r"wrapped\.layer_instance\.layers\.0"
     message = rf"{path} is inside nnx\.{wrapper.__name__}, which computes its kernel anew in each c"
@@ -154,7 +154,7 @@ def test_nnx_layers_whose_weights_are_rewritten_are_refused_unless_kept(wrapper)
     np.testing.assert_allclose(model(X), float_model(X), atol=1e-4)
 
 
-def test_a_layer_that_stands_inside_a_wrapper_and_outside_is_refused():
+def test_a_layer_inside_and_outside_a_wrapper_raises():
     model = Wrapped(nnx.WeightNorm)
     model.plain = model.wrapped.layer_instance.layers[0]
     with pytest.raises(ValueError, match=r"plain is inside nnx\.WeightNorm"):

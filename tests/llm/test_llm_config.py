@@ -53,7 +53,7 @@ CONFIG = Config(
         ({"attention_temperature": (0.1, 8), "qk_norm": "head"}, "norms would cancel it"),
     ],
 )
-def test_configurations_are_refused(changes, match):
+def test_configurations_raise(changes, match):
     with pytest.raises(ValueError, match=match):
         CONFIG.replace(**changes)
 
@@ -85,7 +85,7 @@ def test_configurations_are_refused(changes, match):
         ({"kind": "llama3", "original_context": 8, "low": 4.0}, "low is below high"),
     ],
 )
-def test_scalings_are_refused(arguments, match):
+def test_scalings_raise(arguments, match):
     with pytest.raises(ValueError, match=match):
         RopeScaling(**arguments)
 

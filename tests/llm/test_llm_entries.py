@@ -132,7 +132,7 @@ def test_every_entry_of_the_rotation_is_known(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [kind for kind in CLASSES if kind not in IMAGES])
-def test_entries_that_a_file_lacks_are_those_of_the_class(kind, tmp_path):
+def test_missing_entries_have_the_defaults_of_the_class(kind, tmp_path):
     """A file without an entry raises, or reads like a file with the class's default."""
     own = with_entries(tmp_path, kind, {})
     for version in DATA.values():

@@ -134,14 +134,14 @@ def test_images_and_defaults_of_gemma3(tmp_path):
         ({"eos_token_id": "end"}, "'eos_token_id' is"),
     ],
 )
-def test_config_json_is_refused(changes, match, tmp_path):
+def test_config_json_raises(changes, match, tmp_path):
     config = model_files.hf_config("llama") | changes
     folder = model_files.write_folder(tmp_path / "model", config, model_files.hf_weights("llama"))
     with pytest.raises(ValueError, match=match):
         load(folder)
 
 
-def test_folders_are_refused(tmp_path):
+def test_folders_raise(tmp_path):
     config, weights = model_files.hf_config("llama"), model_files.hf_weights("llama")
     folder = model_files.write_folder(tmp_path / "model", config, weights)
     file = folder / "model.safetensors"
@@ -224,7 +224,7 @@ def test_other_folders_are_named_with_a_way_out(name, tmp_path):
     assert str(tmp_path) in str(raised.value)
 
 
-def test_an_adapter_beside_a_model_raises(tmp_path):
+def test_an_adapter_next_to_a_model_raises(tmp_path):
     """transformers would merge the adapter into the weights."""
     config, weights = model_files.hf_config("llama"), model_files.hf_weights("llama")
     folder = model_files.write_folder(tmp_path / "model", config, weights)
@@ -292,7 +292,7 @@ def test_indices_name_the_tensors_of_their_shards(tmp_path):
         load(folder)
 
 
-def test_a_head_beside_the_table_it_is_tied_to(tmp_path):
+def test_a_head_next_to_its_tied_table(tmp_path):
     config = model_files.hf_config("llama") | {"tie_word_embeddings": True}
     weights = model_files.hf_weights("llama")
     same = weights | {"lm_head.weight": weights["model.embed_tokens.weight"].copy()}

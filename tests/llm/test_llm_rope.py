@@ -377,7 +377,7 @@ def config_of(folder, **entries):
 
 
 @pytest.mark.parametrize("name", ROTATIONS)
-def test_rotations_are_those_of_transformers(name, tmp_path):
+def test_rotations_match_transformers(name, tmp_path):
     architecture, entries, frequencies, amplitude = ROTATIONS[name]
     config = config_of(tmp_path, model_type=architecture, **entries)
     np.testing.assert_allclose(config.rope_frequencies(), frequencies, rtol=2e-6)

@@ -73,7 +73,7 @@ def _all_floats() -> np.ndarray:
 
 
 @dtypes
-def test_tokens_of_zeros_and_of_no_numbers(dtype):
+def test_tokens_of_zeros_and_without_digits(dtype):
     x = jnp.zeros((5, 64)).at[1, 3].set(jnp.nan).at[2, 0].set(-jnp.inf).at[3].set(1e-40)
     x = x.at[4].set(3e38)
     found = quantize_activations(x, dtype)
@@ -88,7 +88,7 @@ def test_tokens_of_zeros_and_of_no_numbers(dtype):
     np.testing.assert_array_equal(minus.values.astype(jnp.float32), 0)
 
 
-def test_long_tokens_of_no_numbers():
+def test_long_tokens_without_digits():
     x = activations((3, 4096)).at[1, 2048].set(jnp.nan)
     found = np.isnan(np.asarray(quantize_activations(x).scale))
     np.testing.assert_array_equal(found, [[False], [True], [False]])
@@ -138,7 +138,7 @@ def test_an_epilogue_follows_the_scales(dtype):
 
 
 @dtypes
-def test_rows_mapped_beside_a_stack(dtype):
+def test_rows_mapped_together_with_a_stack(dtype):
     """Every matrix multiplies the mapped rows, even if both have the same count."""
     stack = quantize(activations((3, 64, 70), seed=2), INT4)
     x = activations((3, 5, 64))
@@ -254,7 +254,7 @@ def test_operands_and_results_of_the_call(hopper, kind, dtype, format, name):
     assert found.operands[1] == f"tensor<{k}xf32>"
 
 
-def test_where_activations_are_rounded_by_the_call(hopper):
+def test_the_call_rounds_activations(hopper):
     def found(x: Any, rhs: Any, dtype: Any = jnp.int8, **options: Any) -> list[str]:
         product = functools.partial(quantized_matmul, lhs_qtype=dtype, **options)
         return calls(product, x, rhs)
@@ -364,7 +364,7 @@ def test_a_factor_divides_in_float32_before_the_rounding(dtype, kind):
     np.testing.assert_array_equal(vector.values, found.values[2])
 
 
-def test_the_factor_is_that_of_smoothquant():
+def test_the_factor_matches_smoothquant():
     w = activations((6, 4), seed=1).at[2].set(0)
     absmax = jnp.array([1.0, 100.0, 3.0, 0.0, 1e-40, 3e38])
     rows = np.abs(np.asarray(w)).max(1)
@@ -535,7 +535,7 @@ def test_other_products_take_no_quantized_activations():
             call()
 
 
-def test_what_is_no_array_is_refused():
+def test_values_other_than_arrays_raise():
     with pytest.raises(TypeError, match="activations is 'x', but it is floats"):
         quantize_activations("x")
     with pytest.raises(TypeError, match="names no dtype"):

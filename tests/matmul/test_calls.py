@@ -304,7 +304,7 @@ def test_tensor_scales_are_operands_of_one_call(cuda, name, format):
 
 
 @pytest.mark.parametrize("format", UNITS, ids=str)
-def test_one_call_is_right_where_its_derivatives_and_batches_are(format):
+def test_one_call_has_correct_derivatives_and_batches(format):
     """Checks values, derivatives of a tensor scale and a batch over weights."""
     gate_up, down = quantize(normal(2, K, F), format), quantize(normal(F, N), format)
 
@@ -466,6 +466,6 @@ def test_errors_are_sentences(f, message):
         f()
 
 
-def test_another_platform_is_refused():
+def test_another_platform_raises():
     with pytest.raises(ValueError, match="'cuda'"):
         jax.block_until_ready(quantized_mlp(half(), gate_up=GATE_UP, down=DOWN, backend="cuda"))

@@ -185,7 +185,7 @@ def grouped(g_idx: Any, format: Any = "int4-g16") -> jl.QuantizedArray:
 
 
 @pytest.mark.parametrize("name", ROUNDED)
-def test_numbers_that_arrays_do_not_hold(name):
+def test_numbers_beyond_array_dtypes(name):
     run, message = ROUNDED[name]
     with pytest.raises(ValueError, match=f"^{message}"), np.errstate(over="ignore"):
         run()

@@ -90,7 +90,7 @@ def test_groups_of_zeros_are_zeros(name):
 
 
 @pytest.mark.parametrize("scale", [None, "e4m3", "two_level"])
-def test_a_codebook_of_one_sign_takes_the_other_as_zeros(scale):
+def test_a_codebook_of_one_sign_rounds_the_other_sign_to_zero(scale):
     stack = np.full((4, K, 8), -1, np.float32)
     assert not floats(stack, FORMATS[f"positive-none-{scale}"]).any()
     assert floats(stack, FORMATS[f"negative-none-{scale}"]).max() < -0.9

@@ -59,7 +59,7 @@ def save(path, *rows):
 
 
 @pytest.mark.slow
-def test_from_the_command_to_the_page(quick, tmp_path, capsys):
+def test_command_to_page(quick, tmp_path, capsys):
     out, page = tmp_path / "results.json", tmp_path / "page.md"
     page.write_text(
         "# Page\n\n<!-- results -->\nold\n<!-- end of results -->\n\nThe method.\n", "utf-8"
@@ -87,7 +87,7 @@ def test_from_the_command_to_the_page(quick, tmp_path, capsys):
     assert text.split("<!-- results -->\n\n")[1].split("\n<!-- end")[0] in capsys.readouterr().out
 
 
-def test_interrupted_run_keeps_its_rows(quick, tmp_path, monkeypatch):
+def test_an_interrupted_run_preserves_its_rows(quick, tmp_path, monkeypatch):
     right = contenders.table()["jaxlowbit"]
     broken = right._replace(make=lambda codes, format: 1 / 0)
     monkeypatch.setattr(contenders, "table", lambda: {"jaxlowbit": right, "xla": broken})
@@ -151,7 +151,7 @@ def test_rows_of_the_driver(tmp_path):
     assert all(row.keys() == forged().keys() for row in rows)
 
 
-def test_driver_is_told_of_the_numbers(tmp_path, capsys):
+def test_the_driver_gets_the_codebook_entries(tmp_path, capsys):
     driver = tmp_path / "driver"
     driver.write_text('#!/bin/sh\necho "$@"\nexit 1\n')
     driver.chmod(0o755)
@@ -461,7 +461,7 @@ def test_decode_variants_agree():
 
 
 @pytest.mark.slow
-def test_decode_refuses_a_wrong_step(quick, monkeypatch):
+def test_decode_raises_for_a_wrong_step(quick, monkeypatch):
     dequantize = decode._dequantize
     monkeypatch.setattr(decode, "_dequantize", lambda weight: 0.8 * dequantize(weight))
     assert "a wrong result is not timed" in str(run(decode, *TINY))
@@ -476,6 +476,6 @@ def test_rounded(quick, monkeypatch, capsys):
     ]
 
 
-def test_decode_refuses_other_widths(capsys):
+def test_decode_raises_for_other_widths(capsys):
     assert run(decode, "--width", 100) == 2
     assert "--width is 100, but it is a multiple of 32" in capsys.readouterr().err

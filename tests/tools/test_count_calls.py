@@ -16,7 +16,7 @@ def test_python_functions_of_a_product(rows):
     assert counted.depth < 10 and "QuantizedArray.__rmatmul__" in names
 
 
-def test_what_is_counted(tmp_path):
+def test_counted_functions(tmp_path):
     """Counts lambdas and methods once, without comprehensions and functions of other packages."""
     source = tmp_path / "package" / "module.py"
     source.parent.mkdir()

@@ -239,7 +239,7 @@ def refused(example, folder, arguments, capsys):
     return err
 
 
-def test_missing_package_says_how_to_get_it(example, monkeypatch, capsys):
+def test_a_missing_package_raises_with_its_install_command(example, monkeypatch, capsys):
     monkeypatch.setattr(example.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match="2"):
         example.main([])
@@ -247,7 +247,7 @@ def test_missing_package_says_how_to_get_it(example, monkeypatch, capsys):
 
 
 @needs_model
-def test_other_models_are_refused(example, files):
+def test_other_models_raise(example, files):
     tensors = dict(files[0])
     name = "encoder.layer.3.intermediate.dense.weight"
     tensors[name] = tensors[name][:-1]

@@ -124,7 +124,7 @@ def test_public_names(output):
     assert output(code).split() == names.split()
 
 
-def test_version_is_that_of_the_distribution():
+def test_version_matches_the_distribution():
     assert jaxlowbit.__version__ == metadata.version("jaxlowbit")
 
 
@@ -178,7 +178,7 @@ OTHER_RUNTIME = """
 
 
 @pytest.mark.parametrize(("major", "minor"), [(0, 2), (1, 0), (1, 3)])
-def test_another_runtime_is_left_alone(major, minor, output):
+def test_another_runtime_is_not_modified(major, minor, output):
     """Registering would break XLA there, so the package does not; products still work."""
     found = output(OTHER_RUNTIME.format(major=major, minor=minor))
     assert re.search(
@@ -199,7 +199,7 @@ def test_newer_runtimes_are_served(minor, output):
     assert re.search(r"registered: (2|4)\n", found)
 
 
-def test_a_source_tree_says_that_it_is_one(tmp_path, run):
+def test_importing_a_source_tree_raises(tmp_path, run):
     skip = shutil.ignore_patterns("_ffi*", "__pycache__")
     shutil.copytree(PACKAGE, tmp_path / "jaxlowbit", ignore=skip)
     result = run(f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import jaxlowbit")
@@ -228,7 +228,7 @@ AN_OLDER_PACKAGE = """
         ("jaxlowbit.llm", "flax", "0.11.2", "0.12"),
     ],
 )
-def test_packages_that_are_too_old_are_refused(module, package, found, oldest, run):
+def test_packages_that_are_too_old_raise(module, package, found, oldest, run):
     result = run(AN_OLDER_PACKAGE.format(module=module, package=package, found=found))
     assert result.returncode != 0
     assert result.stderr.splitlines()[-1] == (
