@@ -45,7 +45,7 @@ class QuantizedActivations:
             checks.shaped(caller, name, array)
         if values.dtype not in VALUES or values.ndim == 0:
             raise ValueError(
-                f"{caller}: values is {checks.brief(values)}, but it is int8 or float8_e4m3fn "
+                f"{caller}: values is {checks.brief(values)}, but it must be int8 or float8_e4m3fn "
                 "(..., k); use quantize_activations for floats."
             )
         expected = (*values.shape[:-1], 1)
@@ -129,8 +129,8 @@ def quantize_activations(
     dtype = value_dtype(caller, "dtype", dtype)
     if array.dtype not in FLOATS or array.ndim == 0 or array.shape[-1] == 0:
         raise ValueError(
-            f"{caller}: activations are {checks.brief(array)}, but they are float32, bfloat16 or "
-            "float16 (..., k), k from 1; cast or reshape them."
+            f"{caller}: activations are {checks.brief(array)}, but they must be float32, bfloat16 "
+            "or float16 (..., k), k from 1; cast or reshape them."
         )
     if factor is None:
         return rounded_tokens(array, reach(array), dtype)

@@ -102,8 +102,8 @@ class QuantizedArray:
         narrow = self.format.scale_dtype
         if narrow is None and self.scale.dtype not in FLOATS:
             raise ValueError(
-                f"QuantizedArray: scale has dtype {self.scale.dtype}, but it is float32, bfloat16 "
-                "or float16; cast it."
+                f"QuantizedArray: scale has dtype {self.scale.dtype}, but it must be float32, "
+                "bfloat16 or float16; cast it."
             )
         _check("scale", self.scale, groups, narrow or self.scale.dtype)
         if (self.tensor_scale is not None) != self.format.has_tensor_scale:

@@ -222,7 +222,7 @@ def _codebook(codebook: Any, bits: int) -> str | tuple[float, ...]:
     listed = np.ravel(codebook).tolist() if hasattr(codebook, "dtype") else codebook
     if not isinstance(listed, Sequence) or not all(isinstance(x, numbers.Real) for x in listed):
         raise TypeError(
-            f"Format: codebook is {brief(codebook)}, but it is a name "
+            f"Format: codebook is {brief(codebook)}, but it must be a name "
             f"({', '.join(map(repr, CODEBOOKS))}) or a sequence of {2**bits} numbers."
         )
     if len(listed) != 2**bits:
@@ -330,8 +330,8 @@ def as_format(caller: str, value: Any) -> Format:
         return value
     if not isinstance(value, str):
         raise TypeError(
-            f"{caller}: format is {brief(value)}, but it is a Format, such as jaxlowbit.INT4 or "
-            f"Format(bits=4, group_size=128), or a name such as {_NAMES}."
+            f"{caller}: format is {brief(value)}, but it must be a Format, such as jaxlowbit.INT4 "
+            f"or Format(bits=4, group_size=128), or a name such as {_NAMES}."
         )
     try:
         return parse_format(value)

@@ -54,8 +54,8 @@ def checked(
         scale = _narrow("scale", scale, format)
     elif scale.dtype not in FLOATS:
         raise ValueError(
-            f"from_integers: scale is {scale.dtype}, but it is float32, bfloat16 or float16; cast "
-            "it."
+            f"from_integers: scale is {scale.dtype}, but it must be float32, bfloat16 or float16; "
+            "cast it."
         )
     if zero is not None:
         zero = checks.integers("from_integers", "zero", zero, "an array of the shape of scale")
@@ -64,7 +64,7 @@ def checked(
     if not jnp.issubdtype(values.dtype, jnp.integer) or values.ndim < 2:
         raise ValueError(
             f"from_integers: values has shape {values.shape} and dtype {values.dtype}, but it "
-            "is an integer matrix (..., k, n); use quantize for floats."
+            "must be an integer matrix (..., k, n); use quantize for floats."
         )
     signed = jnp.issubdtype(values.dtype, jnp.signedinteger)
     if not signed and format.zero == "none" and format.codebook is None:
@@ -90,7 +90,7 @@ def checked(
             )
     if format.scale != "two_level":
         floats, _ = floats_of(scale, format)
-        checks.finite("from_integers", "scale", floats, "no weight comes of them. Repair them")
+        checks.finite("from_integers", "scale", floats, "they give no weight; repair them")
     tensor_scale = _tensor_scale(tensor_scale, tuple(lead), n, format)
     rows = -(-k // (parts * SUPER_BLOCK)) * parts
     super_floats = _super_scale(super_scale, (*lead, rows, n), format)
@@ -134,13 +134,13 @@ def of_blocks(values: Any, scale: Any, block_size: Any) -> tuple[Any, Any, Forma
     names = {book.dtype: name for name, book in CODEBOOKS.items() if book.dtype is not None}
     if values.dtype not in names or values.ndim < 2:
         raise ValueError(
-            f"from_blocks: values is {checks.brief(values)}, but it is float8_e4m3fn or "
+            f"from_blocks: values is {checks.brief(values)}, but it must be float8_e4m3fn or "
             "float8_e5m2 (..., k, n); view the bits of a checkpoint as that."
         )
     if not isinstance(block_size, tuple | list) or len(block_size) != 2:
         raise TypeError(
-            f"from_blocks: block_size is {checks.brief(block_size)}, but it is two numbers, the "
-            "rows and columns of a block, such as (128, 128)."
+            f"from_blocks: block_size is {checks.brief(block_size)}, but it must be two numbers, "
+            "the rows and columns of a block, such as (128, 128)."
         )
     rule = "the rows and columns of a block, each from 1"
     rows, columns = (
@@ -158,12 +158,13 @@ def of_blocks(values: Any, scale: Any, block_size: Any) -> tuple[Any, Any, Forma
     narrow = next((name for name, dtype in SCALES.items() if scale.dtype == dtype), None)
     if narrow in ("e4m3", "int8", "two_level") or not jnp.issubdtype(scale.dtype, jnp.floating):
         raise ValueError(
-            f"from_blocks: scale is {scale.dtype}, but it is of floats, or float8_e8m0fnu; cast it."
+            f"from_blocks: scale is {scale.dtype}, but it must be of floats, or float8_e8m0fnu; "
+            "cast it."
         )
     format = Format(8, rows, codebook=names[values.dtype]).replace(scale=narrow)
     codes = codes_of(scale)
     floats, _ = floats_of(codes, format)
-    checks.finite("from_blocks", "scale", floats, "no weight comes of them. Repair them")
+    checks.finite("from_blocks", "scale", floats, "they give no weight; repair them")
     return values, jnp.repeat(codes, columns, axis=-1)[..., :n], format
 
 
@@ -231,11 +232,11 @@ def _super_scale(given: Any, shape: tuple[int, ...], format: Format) -> list[Arr
         floats = checks.array("from_integers", name, floats, "floats (..., super-blocks, n)")
         if floats.shape != shape or not jnp.issubdtype(floats.dtype, jnp.floating):
             raise ValueError(
-                f"from_integers: {name} is {checks.brief(floats)}, but it is floats of shape "
+                f"from_integers: {name} is {checks.brief(floats)}, but it must be floats of shape "
                 f"{shape}, one for each super-block of {SUPER_BLOCK} rows and each channel."
             )
         half = floats.astype(jnp.float16)
-        reason = "no weight comes of them in float16. Repair them, or use wider scales"
+        reason = "they give no float16 weight; repair them, or use wider scales"
         checks.finite("from_integers", name, half, reason)
         _check_rounding(name, floats, half)
         found.append(half)
@@ -271,11 +272,12 @@ def _tensor_scale(given: Any, lead: tuple[int, ...], n: int, format: Format) -> 
     shape = (*lead, n) if format.scales_channels else lead
     if found.shape not in ((), shape) or not jnp.issubdtype(found.dtype, jnp.floating):
         raise ValueError(
-            f"from_integers: tensor_scale is {checks.brief(found)}, but it is one float, or floats "
-            f"of shape {shape}, one for each {'channel' if format.scales_channels else 'matrix'}."
+            f"from_integers: tensor_scale is {checks.brief(found)}, but it must be one float, or "
+            f"floats of shape {shape}, one for each "
+            f"{'channel' if format.scales_channels else 'matrix'}."
         )
     found = found.astype(jnp.float32)
-    checks.finite("from_integers", "tensor_scale", found, "no weight comes of them. Repair them")
+    checks.finite("from_integers", "tensor_scale", found, "they give no weight; repair them")
     return jnp.broadcast_to(found, shape)
 
 
@@ -306,18 +308,18 @@ def _integer_or_float_zero(zero: Any, values: Any, scale: Array, format: Format)
     if format.scale == "two_level":
         if not unsigned:
             raise ValueError(
-                f"from_integers: with format.zero='float', values are unsigned codes, but they are "
-                f"{values.dtype}; convert them."
+                f"from_integers: values are {values.dtype}, but with format.zero='float' they must "
+                "be unsigned codes; convert them."
             )
         return _narrow("zero", zero, format)
     if format.zero == "float":
         if not unsigned or not jnp.issubdtype(zero.dtype, jnp.floating):
             raise ValueError(
-                f"from_integers: with format.zero='float', values are unsigned codes and zero "
-                f"floats to add, but they are {values.dtype} and {zero.dtype}; convert them."
+                f"from_integers: values are {values.dtype} and zero is {zero.dtype}, but with "
+                "format.zero='float' values must be unsigned codes and zero floats; convert them."
             )
         zero = jnp.asarray(zero)
-        checks.finite("from_integers", "zero", zero, "no weight comes of them. Repair them")
+        checks.finite("from_integers", "zero", zero, "they give no weight; repair them")
         zero = zero.astype(scale.dtype)
         name = f"zero, in the {scale.dtype} of scale,"
         checks.finite("from_integers", name, zero, "cast the scales to float32")

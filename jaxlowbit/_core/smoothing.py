@@ -37,8 +37,8 @@ def of_channels(caller: str, name: str, value: Any, k: int) -> Array:
     found = checks.array(caller, name, value, f"floats ({k},)")
     if found.dtype not in FLOATS or found.shape != (k,):
         raise ValueError(
-            f"{caller}: {name} is {checks.brief(found)}, but it is floats ({k},), one for each "
-            "input channel; cast or reshape it."
+            f"{caller}: {name} is {checks.brief(found)}, but it must be floats ({k},), one for "
+            "each input channel; cast or reshape it."
         )
     return found.astype(jnp.float32)
 

@@ -36,8 +36,8 @@ def check_options(caller: str, options: Mapping[str, Any]) -> None:
         if name in _FUNCTIONS:
             if not callable(value):
                 raise TypeError(
-                    f"{caller}: {name} is {checks.brief(value)}, but it is a function, such as "
-                    "those of flax; leave it out for the default."
+                    f"{caller}: {name} is {checks.brief(value)}, but it must be a function, such "
+                    "as those of flax; leave it out for the default."
                 )
         elif name == "use_bias":
             checks.boolean(caller, name, value)

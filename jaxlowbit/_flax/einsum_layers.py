@@ -134,7 +134,7 @@ def _check_fields(
     caller = type(described).__name__
     for name, (kinds, rule) in rules.items():
         if not isinstance(value := getattr(described, name), kinds):
-            raise TypeError(f"{caller}: {name} is {brief(value)}, but it is {rule}.")
+            raise TypeError(f"{caller}: {name} is {brief(value)}, but it must be {rule}.")
     if isinstance(described.equation, str):
         with within(caller):
             _, kernel, _ = Equation.check_form(described.equation)
@@ -170,7 +170,7 @@ def _told(described: Any, name: str, layer: Any, *args: Any) -> str:
         ) from error
     if not isinstance(found, str):
         raise ValueError(
-            f"{caller}: {name} of {type(layer).__name__} is {brief(found)}, but it is a "
+            f"{caller}: {name} of {type(layer).__name__} is {brief(found)}, but it must be a "
             "string; correct the function."
         )
     return found
@@ -181,9 +181,9 @@ def split(layers: Any) -> tuple[list[EinsumLayer], list[EinsumParameter]]:
     known = EinsumLayer | EinsumParameter
     if not isinstance(layers, Iterable) or not all(isinstance(x, known) for x in layers):
         raise TypeError(
-            f"quantize_model: layers is {brief(layers)}, but it is a list of EinsumLayer, which "
-            "say what multiplies by the parameters of other classes, and EinsumParameter, which "
-            "say it of parameters by their paths."
+            f"quantize_model: layers is {brief(layers)}, but it must be a list of EinsumLayer, "
+            "which say what multiplies by the parameters of other classes, and EinsumParameter, "
+            "which say it of parameters by their paths."
         )
     others = [x for x in layers if isinstance(x, EinsumLayer)]
     return others, [x for x in layers if isinstance(x, EinsumParameter)]

@@ -107,7 +107,7 @@ class Equation:
         """
         if not isinstance(text, str):
             raise TypeError(
-                f"The equation is {brief(text)}, but it is a string, 'inputs,kernel->out'."
+                f"The equation is {brief(text)}, but it must be a string, 'inputs,kernel->out'."
             )
         match = _EQUATION.fullmatch(text.replace(" ", ""))
         if match is None:
@@ -306,8 +306,8 @@ def check_batch(axes: Sequence[int]) -> None:
     """Raises `ValueError` unless batch axes are the first axes of the inputs."""
     if sorted(axes) != list(range(len(axes))):
         raise ValueError(
-            f"The batch axes are {tuple(axes)}, but they are the first axes of the inputs, 0, 1 "
-            "and so on; transpose the inputs."
+            f"The batch axes are {tuple(axes)}, but they must be the first axes of the inputs, 0, "
+            "1 and so on; transpose the inputs."
         )
 
 

@@ -263,8 +263,8 @@ def _check_model(module: Any, variables: Any) -> None:
         raise not_a_model(module, wanted)
     if not isinstance(variables, Mapping):
         raise TypeError(
-            f"quantize_model: variables is {brief(variables)}, but it is what init returned, a "
-            f"mapping with 'params': {call}."
+            f"quantize_model: variables is {brief(variables)}, but it must be what init returned, "
+            f"a mapping with 'params': {call}."
         )
     if "params" not in variables:
         raise ValueError(

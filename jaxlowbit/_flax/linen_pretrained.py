@@ -58,9 +58,9 @@ def quantize_pretrained(
         )
     if not isinstance(module, nn.Module) or not isinstance(getattr(model, "params", None), Mapping):
         raise TypeError(
-            f"quantize_pretrained: the model is {brief(model)}, but it is a FlaxPreTrainedModel of "
-            "transformers, with an nn.Module and its params; for a module itself, use "
-            "quantize_model(module, variables, rules, inputs)."
+            f"quantize_pretrained: the model is {brief(model)}, but it must be a "
+            "FlaxPreTrainedModel of transformers, with an nn.Module and its params; for a module "
+            "itself, use quantize_model(module, variables, rules, inputs)."
         )
     variables, args, kwargs = _applied(model, module, args, kwargs)
     options: Any = {"layers": layers, "keep": keep, "shards": shards, "quantizer": quantizer}

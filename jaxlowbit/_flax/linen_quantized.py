@@ -175,7 +175,7 @@ class QuantizedModel:
         """Adds the packing of each kernel to its arrays in the variables."""
         if not isinstance(variables, Mapping):
             raise TypeError(
-                f"QuantizedModel: variables is {brief(variables)}, but it is the mapping of "
+                f"QuantizedModel: variables is {brief(variables)}, but it must be the mapping of "
                 "collections that quantize_model returned; pass that."
             )
         arrays = traverse_util.flatten_dict(core.unfreeze(variables.get(COLLECTION, {})))

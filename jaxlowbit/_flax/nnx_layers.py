@@ -308,8 +308,8 @@ class QuantizedLinearGeneral(QuantizedLayer):
         self.axis = arguments.axes(caller, "axis", axis)
         if not isinstance(batch_axis, Mapping):
             raise TypeError(
-                f"{caller}: batch_axis is {checks.brief(batch_axis)}, but it is a mapping from "
-                "the first axes to their sizes, such as {0: 8}."
+                f"{caller}: batch_axis is {checks.brief(batch_axis)}, but it must be a mapping "
+                "from the first axes to their sizes, such as {0: 8}."
             )
         arguments.axes(caller, "batch_axis", tuple(batch_axis))
         if batch_axis:

@@ -111,8 +111,8 @@ def _choose_formats(
     lone = isinstance(rules, Format | str)
     if not lone and not isinstance(rules, Mapping | Sequence):
         raise TypeError(
-            f"{_CALLER}: rules is {brief(rules)}, but it is a Format, such as jaxlowbit.INT4, a "
-            "name of one, such as 'int4', or a mapping from regular expressions to them."
+            f"{_CALLER}: rules is {brief(rules)}, but it must be a Format, such as jaxlowbit.INT4, "
+            "a name of one, such as 'int4', or a mapping from regular expressions to them."
         )
     pairs = [] if lone else [*(rules.items() if isinstance(rules, Mapping) else rules)]
     values = "a Format, the name of one, or with None to keep the layer"
@@ -146,8 +146,8 @@ def _choose_shards(shards: ShardRules, layers: Sequence[Sequence[str]]) -> list[
     values = "shards of k and n, such as (1, 8)"
     if not isinstance(shards, Mapping):
         raise TypeError(
-            f"{_CALLER}: shards is {brief(shards)}, but it is two numbers, {values}, or a mapping "
-            "from regular expressions to such pairs."
+            f"{_CALLER}: shards is {brief(shards)}, but it must be two numbers, {values}, or a "
+            "mapping from regular expressions to such pairs."
         )
     winners, _ = _decide([*shards.items()], layers, (), _shards, values)
     return [(1, 1) if winner is None else winner[1] for winner in winners]
@@ -296,7 +296,7 @@ def _is_table(parameter: ParameterReport) -> bool:
 def _list(keep: Any) -> list[Any]:
     if not isinstance(keep, Sequence):
         raise TypeError(
-            f"{_CALLER}: keep is {brief(keep)}, but it is a regular expression on the dotted "
+            f"{_CALLER}: keep is {brief(keep)}, but it must be a regular expression on the dotted "
             "path of a layer, or several in a list."
         )
     return [*keep]

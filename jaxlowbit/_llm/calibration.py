@@ -90,8 +90,8 @@ def tokens_of(calibration: Calibration, config: Config, tokenizer: Any) -> np.nd
         found = np.asarray(given)
         if not np.issubdtype(found.dtype, np.integer) or found.ndim != 2 or 0 in found.shape:
             raise TypeError(
-                f"load: the batches of the calibration are {brief(given)}, but they are a text, a "
-                "list of texts, or tokens, integers (sequences, length)."
+                f"load: the batches of the calibration are {brief(given)}, but they must be a "
+                "text, a list of texts, or tokens, integers (sequences, length)."
             )
     if found.size and not 0 <= found.min() <= found.max() < config.vocabulary:
         raise ValueError(

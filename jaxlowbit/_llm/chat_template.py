@@ -92,8 +92,9 @@ class ChatTemplate(NamedTuple):
             isinstance(name, str) for name in options or ()
         ):
             raise TypeError(
-                f"Tokenizer.chat: template_options is {brief(options)}, but it is a mapping from "
-                "names of variables to their values, such as {'enable_thinking': False}, or None."
+                f"Tokenizer.chat: template_options is {brief(options)}, but it must be a mapping "
+                "from names of variables to their values, such as {'enable_thinking': False}, or "
+                "None."
             )
         found = {"tools": None, "documents": None, **(options or {})}
         taken = {"messages", "add_generation_prompt", *TOKEN_NAMES, *self.tokens}
@@ -107,8 +108,8 @@ class ChatTemplate(NamedTuple):
             fits = isinstance(values, list | tuple) and all(isinstance(x, Mapping) for x in values)
             if values is not None and not fits:
                 raise TypeError(
-                    f"Tokenizer.chat: {name} in template_options is {brief(values)}, but it is a "
-                    "list of mappings; a tool is the JSON schema of a function."
+                    f"Tokenizer.chat: {name} in template_options is {brief(values)}, but it must "
+                    "be a list of mappings; a tool is the JSON schema of a function."
                 )
         return found
 

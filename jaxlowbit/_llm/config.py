@@ -106,7 +106,8 @@ class RopeScaling:
             factors = getattr(self, name)
             if not isinstance(factors, tuple):
                 raise ValueError(
-                    f"RopeScaling: {name}={factors!r}, but it is a tuple of numbers; correct it."
+                    f"RopeScaling: {name}={factors!r}, but it must be a tuple of numbers; correct "
+                    "it."
                 )
             if (self.kind in kinds) != bool(factors):
                 raise ValueError(
@@ -289,8 +290,8 @@ class Config:
             booleans = isinstance(layers, tuple) and all(type(layer) is bool for layer in layers)
             if not booleans or len(layers) not in (0, self.layers):
                 raise ValueError(
-                    f"Config: {name}={brief(layers)}, but it is a tuple of True or False for each "
-                    f"of the {self.layers} layers, or (); correct it."
+                    f"Config: {name}={brief(layers)}, but it must be a tuple of True or False for "
+                    f"each of the {self.layers} layers, or (); correct it."
                 )
 
     def _check_temperature(self) -> None:
@@ -299,8 +300,8 @@ class Config:
             return
         if not isinstance(found, tuple) or len(found) != 2:
             raise ValueError(
-                f"Config: attention_temperature={found!r}, but it is None or a factor and a number "
-                "of positions; correct it."
+                f"Config: attention_temperature={found!r}, but it must be None or a factor and a "
+                "number of positions; correct it."
             )
         _positive("Config", "attention_temperature[0]", found[0])
         _size("Config", "attention_temperature[1]", found[1], MOST["context"])
@@ -327,7 +328,7 @@ class Config:
             return
         if not isinstance(scaling, RopeScaling):
             raise ValueError(
-                f"Config: rope_scaling={scaling!r}, but it is None or a RopeScaling; make one."
+                f"Config: rope_scaling={scaling!r}, but it must be None or a RopeScaling; make one."
             )
         if scaling.kind == "yarn" and self.rope_base <= 1:
             raise ValueError(
@@ -438,15 +439,15 @@ def check_config(caller: str, config: object) -> None:
     """
     if not isinstance(config, Config):
         raise TypeError(
-            f"{caller}: config is {brief(config)}, but it is a Config, such as that of a model, "
-            "model.config."
+            f"{caller}: config is {brief(config)}, but it must be a Config, such as that of a "
+            "model, model.config."
         )
 
 
 def _size(owner: str, name: str, value: object, most: int) -> None:
     if type(value) is not int or not 1 <= value <= most:
         raise ValueError(
-            f"{owner}: {name}={value!r}, but it is an integer from 1 to {most}; correct it."
+            f"{owner}: {name}={value!r}, but it must be an integer from 1 to {most}; correct it."
         )
 
 
@@ -454,13 +455,13 @@ def _number(owner: str, name: str, value: object) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST:
         return value
     raise ValueError(
-        f"{owner}: {name}={value!r}, but it is a finite number, also in float32; correct it."
+        f"{owner}: {name}={value!r}, but it must be a finite number, also in float32; correct it."
     )
 
 
 def _positive(owner: str, name: str, value: object) -> None:
     if (number := _number(owner, name, value)) <= 0:
-        raise ValueError(f"{owner}: {name}={value!r}, but it is above 0; correct it.")
+        raise ValueError(f"{owner}: {name}={value!r}, but it must be above 0; correct it.")
     if number < SMALLEST:
         raise ValueError(
             f"{owner}: {name}={value!r}, which float32 rounds to 0; it is {SMALLEST:.3g} or more."
@@ -472,4 +473,4 @@ def _one_of(owner: str, name: str, value: object, choices: tuple[Any, ...]) -> N
         value is choice or (isinstance(value, str) and value == choice) for choice in choices
     ):
         listed = ", ".join(map(repr, choices))
-        raise ValueError(f"{owner}: {name}={value!r}, but it is one of {listed}; correct it.")
+        raise ValueError(f"{owner}: {name}={value!r}, but it must be one of {listed}; correct it.")

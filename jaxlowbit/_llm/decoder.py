@@ -151,8 +151,8 @@ class Decoder(nnx.Module):
         tokens = checks.array("Decoder", "tokens", tokens, rule)
         if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise ValueError(
-                f"Decoder: tokens are {tokens.dtype}{list(tokens.shape)}, but they are integers "
-                "(batch, length); a single prompt is a batch of one."
+                f"Decoder: tokens are {tokens.dtype}{list(tokens.shape)}, but they must be "
+                "integers (batch, length); a single prompt is a batch of one."
             )
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
         batch, length = tokens.shape
@@ -288,8 +288,8 @@ def check(config: Config, weights: Mapping[str, Weight]) -> None:
     check_config("Decoder", config)
     if not isinstance(weights, Mapping):
         raise TypeError(
-            f"Decoder: weights is {checks.brief(weights)}, but it is a mapping from the names of "
-            "Config.shapes() to matrices, quantized or float, and vectors."
+            f"Decoder: weights is {checks.brief(weights)}, but it must be a mapping from the names "
+            "of Config.shapes() to matrices, quantized or float, and vectors."
         )
     expected = config.shapes()
     missing, unknown = expected.keys() - weights.keys(), weights.keys() - expected.keys()

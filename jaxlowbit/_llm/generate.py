@@ -235,7 +235,7 @@ class Request(NamedTuple):
             logprobs = checks.integer(caller, "logprobs", logprobs, rule, least=0, most=most)
         if template_options is not None and not isinstance(template_options, Mapping):
             raise TypeError(
-                f"{caller}: template_options is {checks.brief(template_options)}, but it is a "
+                f"{caller}: template_options is {checks.brief(template_options)}, but it must be a "
                 'mapping from names of variables to values, such as {"enable_thinking": False}.'
             )
         stops = _stops(caller, model, stop)
@@ -250,8 +250,8 @@ def _stops(caller: str, model: LanguageModel, stop: Any) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else stop
     if not isinstance(stops, list | tuple) or not all(isinstance(x, str) for x in stops):
         raise TypeError(
-            f"{caller}: stop is {checks.brief(stop)}, but it is a text, or a list of texts, that "
-            "end a generation."
+            f"{caller}: stop is {checks.brief(stop)}, but it must be a text, or a list of texts, "
+            "that end a generation."
         )
     if stops and model.tokenizer is None:
         raise ValueError(

@@ -147,7 +147,7 @@ def _sizes(known: Metadata) -> dict[str, Any]:
         expected = rotated if size == "rotated" else head_size
         if (found := known.get(key, "an integer", expected)) != expected:
             raise ValueError(
-                f"{known.path}: '{known.prefix}{key}' is {found}, but it is {expected} for "
+                f"{known.path}: '{known.prefix}{key}' is {found}, but it must be {expected} for "
                 "attention to queries, keys and values of one size, which rotate alike in all "
                 "layers; use another model."
             )

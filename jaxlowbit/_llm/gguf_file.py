@@ -227,7 +227,7 @@ class _Header:
     def tensors(self, alignment: Any) -> dict[str, Tensor]:
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
             raise ValueError(
-                f"{self.path}: general.alignment is {alignment!r}, but it is a power of two; "
+                f"{self.path}: general.alignment is {alignment!r}, but it must be a power of two; "
                 f"{AGAIN}."
             )
         found: dict[str, Tensor] = {}
@@ -384,7 +384,7 @@ class Metadata:
         truth = isinstance(value, bool) and kind != "true or false"
         if truth or not isinstance(value, _KINDS[kind]):
             raise ValueError(
-                f"{self.path}: {self.prefix + key!r} is {short(value)}, but it is {kind}; "
+                f"{self.path}: {self.prefix + key!r} is {short(value)}, but it must be {kind}; "
                 "convert the model again, or fetch the file again."
             )
         return value

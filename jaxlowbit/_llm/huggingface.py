@@ -207,8 +207,8 @@ def _eos(folder: Path, names: HuggingFace, objects: Sequence[Fields]) -> tuple[i
         tokens = [] if tokens is None else tokens if isinstance(tokens, list) else [tokens]
         if not all(type(token) is int for token in tokens):
             raise ValueError(
-                f"{source.path}: 'eos_token_id' is {tokens!r}, but it is an integer or a list of "
-                f"integers; {AGAIN}."
+                f"{source.path}: 'eos_token_id' is {tokens!r}, but it must be an integer or a list "
+                f"of integers; {AGAIN}."
             )
         found += tokens
     if not any("eos_token_id" in source.values for source in sources):

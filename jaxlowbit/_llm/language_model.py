@@ -45,19 +45,19 @@ class LanguageModel:
     def __post_init__(self) -> None:
         if not isinstance(self.decoder, Decoder):
             raise TypeError(
-                f"LanguageModel: decoder is {checks.brief(self.decoder)}, but it is a Decoder."
+                f"LanguageModel: decoder is {checks.brief(self.decoder)}, but it must be a Decoder."
             )
         methods = ("encode", "decode", "decode_stream")
         lacking = [name for name in methods if not callable(getattr(self.tokenizer, name, None))]
         if self.tokenizer is not None and (lacking or isinstance(self.tokenizer, type)):
             raise TypeError(
-                f"LanguageModel: tokenizer is {checks.brief(self.tokenizer)}, but it is None or an "
-                f"object with the methods {', '.join(methods)}; pass that of a loaded model, "
+                f"LanguageModel: tokenizer is {checks.brief(self.tokenizer)}, but it must be None "
+                f"or an object with the methods {', '.join(methods)}; pass that of a loaded model, "
                 "model.tokenizer."
             )
         if not isinstance(self.report, LoadReport | None):
             raise TypeError(
-                f"LanguageModel: report is {checks.brief(self.report)}, but it is None or the "
+                f"LanguageModel: report is {checks.brief(self.report)}, but it must be None or the "
                 "report of a loaded model, model.report."
             )
 
@@ -73,8 +73,8 @@ def check_model(caller: str, model: Any) -> None:
     """
     if not isinstance(model, LanguageModel):
         raise TypeError(
-            f"{caller}: model is {checks.brief(model)}, but it is a LanguageModel; make one with "
-            "jaxlowbit.llm.load, init, or LanguageModel(decoder)."
+            f"{caller}: model is {checks.brief(model)}, but it must be a LanguageModel; make one "
+            "with jaxlowbit.llm.load, init, or LanguageModel(decoder)."
         )
 
 
@@ -189,7 +189,7 @@ def save(
     """
     check_model("save", model)
     if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"save: path is {checks.brief(path)}, but it is the path of a folder.")
+        raise TypeError(f"save: path is {checks.brief(path)}, but it must be the path of a folder.")
     options = {"overwrite": overwrite, "progress": progress}
     for name, value in options.items():
         checks.boolean("save", name, value)
@@ -226,7 +226,9 @@ def export(
     """
     check_model("export", model)
     if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"export: path is {checks.brief(path)}, but it is the path of a target.")
+        raise TypeError(
+            f"export: path is {checks.brief(path)}, but it must be the path of a target."
+        )
     checks.choice("export", "kind", kind, exporting.KINDS)
     options = {"overwrite": overwrite, "progress": progress}
     for name, value in options.items():

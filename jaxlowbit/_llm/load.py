@@ -147,8 +147,8 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     """Reads and checks all of a model file except its weights; raises what `read` raises for it."""
     if not isinstance(path, str | os.PathLike):
         raise TypeError(
-            f"load: path is {brief(path)}, but it is the path of a .gguf file, or of the folder of "
-            "a Hugging Face model."
+            f"load: path is {brief(path)}, but it must be the path of a .gguf file, or of the "
+            "folder of a Hugging Face model."
         )
     given, path = os.fspath(path), Path(path)
     if not given or not path.exists():
@@ -479,8 +479,8 @@ def _formats(
     """The format that each matrix is rounded to, None to leave it as it is."""
     if not isinstance(rules, Mapping | list | tuple | None):
         raise TypeError(
-            f"load: rules is {brief(rules)}, but it is a mapping from regular expressions on the "
-            "names of weights to formats, or None."
+            f"load: rules is {brief(rules)}, but it must be a mapping from regular expressions on "
+            "the names of weights to formats, or None."
         )
     compiled = []
     for rule in list((rules or {}).items() if isinstance(rules, Mapping) else rules or ()):

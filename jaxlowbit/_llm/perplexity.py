@@ -143,7 +143,7 @@ def windowed(model: Any, text: Any, context: Any) -> tuple[np.ndarray, np.ndarra
     context = checks.integer("perplexity", "context", context, rule, most=most)
     if not is_single("perplexity", text):
         raise TypeError(
-            "perplexity: text is a batch, but it is one text, or its tokens; join them."
+            "perplexity: text is a batch, but it must be one text, or its tokens; join them."
         )
     tokens = np.asarray(encoded(model, text, "perplexity: the text"), np.int32)
     bos = getattr(model.tokenizer, "bos", None)

@@ -25,7 +25,7 @@ def is_single(caller: str, prompt: Any) -> bool:
         several = str | list | tuple | range | np.ndarray | Array
         return len(prompt) == 0 or not isinstance(prompt[0], several)
     raise TypeError(
-        f"{caller}: prompt is {checks.brief(prompt)}, but it is a text, a list of messages "
+        f"{caller}: prompt is {checks.brief(prompt)}, but it must be a text, a list of messages "
         '{"role": "user", "content": text}, a list of tokens, or a list of these.'
     )
 

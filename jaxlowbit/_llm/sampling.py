@@ -94,14 +94,14 @@ def _float32(
 ) -> np.float32:
     """A finite number as float32. The limits apply before it is rounded."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{caller}: {name} is {checks.brief(value)}, but it is {rule}.")
+        raise TypeError(f"{caller}: {name} is {checks.brief(value)}, but it must be {rule}.")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     within = least <= number <= most and (above == -math.inf or number > above)
     if not within or not abs(number) <= float(_FLOAT32.max):
-        raise ValueError(f"{caller}: {name} is {checks.brief(value)}, but it is {rule}.")
+        raise ValueError(f"{caller}: {name} is {checks.brief(value)}, but it must be {rule}.")
     return np.float32(number)
 
 

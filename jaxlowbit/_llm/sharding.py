@@ -69,7 +69,8 @@ class Division:
         """
         if not isinstance(mesh, jax.sharding.Mesh):
             raise TypeError(
-                f"{caller}: mesh is {type(mesh).__name__}, but it is a jax.sharding.Mesh, such as "
+                f"{caller}: mesh is {type(mesh).__name__}, but it must be a jax.sharding.Mesh, "
+                "such as "
                 'jax.make_mesh((2,), ("model",)).'
             )
         if len(mesh.axis_names) != 1:

@@ -68,7 +68,7 @@ def tune(
         )
     boolean("tune", "progress", progress)
     if not isinstance(out, str | os.PathLike | None):
-        raise TypeError(f"tune: out is {brief(out)}, but it is the path of a file to write.")
+        raise TypeError(f"tune: out is {brief(out)}, but it must be the path of a file to write.")
     found = find(weights, formats, dtype, excluded=untuned)
     device = _gpu()
     path = Path(out) if out is not None else tables.path_for(device.name)

@@ -54,7 +54,7 @@ def check_tokens(tokens: Any) -> list[int]:
     """
     if not isinstance(tokens, Sequence) or isinstance(tokens, str | bytes):
         raise TypeError(
-            f"tune: tokens is {brief(tokens)}, but it is a list of numbers of rows, such as "
+            f"tune: tokens is {brief(tokens)}, but it must be a list of numbers of rows, such as "
             "[1, 16, 256]."
         )
     for m in tokens:

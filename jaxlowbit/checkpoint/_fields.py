@@ -42,7 +42,7 @@ class Fields:
             return default
         truth = isinstance(value, bool) and kind != "true or false"
         if truth or not isinstance(value, _KINDS[kind]):
-            raise ValueError(f"{self.path}: {key!r} is {value!r}, but it is {kind}; {AGAIN}.")
+            raise ValueError(f"{self.path}: {key!r} is {value!r}, but it must be {kind}; {AGAIN}.")
         return value
 
     def need(self, key: str, kind: str) -> Any:
@@ -90,7 +90,7 @@ class Fields:
         """
         found = self.get(key, "a list", [])
         if not all(isinstance(name, str) for name in found):
-            raise ValueError(f"{self.path}: {key!r} is {found!r}, but it is strings; {AGAIN}.")
+            raise ValueError(f"{self.path}: {key!r} is {found!r}, but it must be strings; {AGAIN}.")
         return found
 
     def pattern(self, key: str, text: str) -> re.Pattern[str]:

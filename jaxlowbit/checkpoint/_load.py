@@ -189,7 +189,8 @@ def _check_exact(matrices: Mapping[str, Matrix], requantize: Format | None) -> N
 def _folder(path: Any) -> Path:
     if not isinstance(path, str | os.PathLike):
         raise TypeError(
-            f"checkpoint.load: path is {brief(path)}, but it is the path of a folder; pass one."
+            f"checkpoint.load: path is {brief(path)}, but it must be the path of a folder; pass "
+            "one."
         )
     given = os.fspath(path)
     if not given or not Path(given).exists():

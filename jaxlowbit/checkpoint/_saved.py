@@ -80,7 +80,7 @@ def save(
     ```
     """
     if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"save: path is {checks.brief(path)}, but it is the path of a folder.")
+        raise TypeError(f"save: path is {checks.brief(path)}, but it must be the path of a folder.")
     checks.boolean("save", "overwrite", overwrite)
     shard_bytes = checks.integer("save", "shard_bytes", shard_bytes, "a number of bytes")
     leaves = named_leaves("save", tree)

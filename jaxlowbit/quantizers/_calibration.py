@@ -69,12 +69,13 @@ class Calibration:
         checks.boolean("Calibration", "progress", self.progress)
         if self.apply is not None and not callable(self.apply):
             raise TypeError(
-                f"Calibration: apply is {checks.brief(self.apply)}, but it is a function that runs "
-                "the model on a batch, or None."
+                f"Calibration: apply is {checks.brief(self.apply)}, but it must be a function that "
+                "runs the model on a batch, or None."
             )
         if not isinstance(self.folder, str | os.PathLike | None):
             raise TypeError(
-                f"Calibration: folder is {checks.brief(self.folder)}, but it is a path, or None."
+                f"Calibration: folder is {checks.brief(self.folder)}, but it must be a path, or "
+                "None."
             )
 
     @classmethod
@@ -87,7 +88,7 @@ class Calibration:
             return value
         if not hasattr(value, "__iter__") or isinstance(value, Mapping):
             raise TypeError(
-                f"{caller}: calibration is {checks.brief(value)}, but it is an iterable of "
+                f"{caller}: calibration is {checks.brief(value)}, but it must be an iterable of "
                 "batches, a text for a language model, or a jaxlowbit.quantizers.Calibration."
             )
         return cls(value, progress=progress)

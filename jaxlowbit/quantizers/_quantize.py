@@ -158,8 +158,8 @@ def _check(weight: Array, format: Format, scale_dtype: Any) -> None:
     for name, dtype in ({"weight": weight.dtype} | wide).items():
         if dtype not in FLOATS:
             raise ValueError(
-                f"quantize: {name} is {dtype}, but it is float32, bfloat16 or float16; cast it, or "
-                "use QuantizedArray.from_integers for integers."
+                f"quantize: {name} is {dtype}, but it must be float32, bfloat16 or float16; cast "
+                "it, or use QuantizedArray.from_integers for integers."
             )
 
 

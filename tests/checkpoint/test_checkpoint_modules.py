@@ -88,7 +88,7 @@ def test_the_page_has_every_kind():
 
 
 def test_paths_without_a_checkpoint_raise(tmp_path):
-    with pytest.raises(TypeError, match="path is 3, but it is the path of a folder"):
+    with pytest.raises(TypeError, match="path is 3, but it must be the path of a folder"):
         checkpoint.load(3)  # pyright: ignore[reportArgumentType]
     with pytest.raises(FileNotFoundError, match="x does not exist"):
         checkpoint.load(tmp_path / "x")

@@ -283,7 +283,7 @@ def test_wrong_arguments_of_writers(files, tmp_path):
     model, target = llm.load(files / "a.gguf", progress=False), tmp_path / "z"
     wrong: Any = (
         ((3, target), {}, "model is 3, "),
-        ((model, 3), {}, "path is 3, but it is the path of"),
+        ((model, 3), {}, "path is 3, but it must be the path of"),
         ((model, target), {"overwrite": "yes"}, "overwrite is 'yes', "),
         ((model, target), {"progress": None}, "progress is None, "),
     )

@@ -195,7 +195,7 @@ WRONG = [
     ({"bits": 1, "codebook": (1.0, np.nan)}, ValueError, "number 1 of the codebook is nan"),
     ({"bits": 1, "codebook": (1e39, 1.0)}, ValueError, "number 0 of the codebook is 1e\\+39"),
     ({"bits": 1, "codebook": (0.0, -0.0)}, ValueError, "all numbers of the codebook are 0"),
-    ({"bits": 1, "codebook": 3.0}, TypeError, "codebook is 3.0, but it is a name"),
+    ({"bits": 1, "codebook": 3.0}, TypeError, "codebook is 3.0, but it must be a name"),
     ({"bits": 1, "codebook": ("a", "b")}, TypeError, "or a sequence of 2 numbers"),
 ]
 

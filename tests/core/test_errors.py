@@ -73,7 +73,7 @@ def test_quantize_rank(shape):
 
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn, jnp.complex64])
 def test_quantize_dtype(dtype):
-    with refuses(f"weight is {jnp.dtype(dtype)}, but it is float32, bfloat16 or float16"):
+    with refuses(f"weight is {jnp.dtype(dtype)}, but it must be float32, bfloat16 or float16"):
         quantize(jnp.ones((4, 4), dtype), FOUR)
 
 
@@ -151,7 +151,7 @@ VALUES, SCALE = np.zeros((K, N), np.int8), np.ones((2, N), np.float32)
 
 @pytest.mark.parametrize("values", [np.zeros((K, N), np.float32), np.zeros(K, np.int8)])
 def test_from_integers_needs_integer_matrices(values):
-    with refuses(r"values has shape .* and dtype .*, but it is an integer matrix"):
+    with refuses(r"values has shape .* and dtype .*, but it must be an integer matrix"):
         QuantizedArray.from_integers(values, SCALE, format=FOUR)
 
 
@@ -192,7 +192,7 @@ def test_from_integers_range(value, low, high):
     ],
 )
 def test_from_integers_float_zero(values, zero, format):
-    with refuses("values are unsigned codes and zero floats to add, but .*; convert them"):
+    with refuses("values must be unsigned codes and zero floats; convert them"):
         QuantizedArray.from_integers(values, SCALE, zero, format=format)
 
 
@@ -261,7 +261,7 @@ def test_from_integers_range_of_zeros():
     [
         ({"packed": jnp.zeros((1, 1, 511), jnp.uint32)}, r"packed is uint32\(1, 1, 511\), but"),
         ({"packed": jnp.zeros((1, 1, 512), jnp.int32)}, r"packed is int32.* uint32\(1, 1, 512\)"),
-        ({"scale": jnp.ones((1, 4, 64), jnp.int8)}, "scale has dtype int8, but it is float32"),
+        ({"scale": jnp.ones((1, 4, 64), jnp.int8)}, "scale has dtype int8, but it must be float32"),
         ({"scale": jnp.ones((1, 3, 64))}, r"scale is float32\(1, 3, 64\), but .*\(1, 4, 64\)"),
         ({"zero": jnp.zeros((1, 4, 64))}, r"zero is float32\(1, 4, 64\), but .* uint8\(1, 4, 64\)"),
         ({"zero": None}, "format.zero is 'integer', but the zero array is missing; make the two"),
@@ -368,9 +368,9 @@ def test_preferred_element_type(matrix, dtype):
         (
             DotAlgorithmPreset.F32_F32_F32,
             "float16",
-            "precision is F32_F32_F32, but it is None or .*",
+            "precision is F32_F32_F32, but it must be None or .*",
         ),
-        ("highest", "float16", "precision is 'highest', but it is None or .*; leave it out"),
+        ("highest", "float16", "precision is 'highest', but it must be None or .*; leave it out"),
         (
             DotAlgorithmPreset.F16_F16_F16,
             "bfloat16",
@@ -465,7 +465,10 @@ def test_scan_lengths(stack, extra, length):
 @pytest.mark.parametrize("length", [-1, 2.5, np.int32(-3)])
 @pytest.mark.parametrize("stacked", [True, False])
 def test_scan_length_is_a_number_of_steps(stack, length, stacked):
-    with refuses(rf"length={re.escape(repr(length))}, but it is the number of steps, an integer"):
+    with refuses(
+        rf"length={re.escape(repr(length))}, but it must be the number of steps, an "
+        r"integer"
+    ):
         jaxlowbit.scan(lambda c, x: (c, None), 0.0, stack if stacked else None, length=length)
 
 

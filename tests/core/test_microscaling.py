@@ -488,7 +488,7 @@ WRONG: list[tuple[Any, str]] = [
         lambda: QuantizedArray.from_integers(
             CODES, BITS.repeat(2, 0) - 1, format=NVFP4, tensor_scale=np.ones(3)
         ),
-        r"tensor_scale is float32\[3\], but it is one float, or floats of shape \(\)",
+        r"tensor_scale is float32\[3\], but it must be one float, or floats of shape \(\)",
     ),
     (
         lambda: QuantizedArray.from_integers(
@@ -506,8 +506,8 @@ WRONG: list[tuple[Any, str]] = [
     ),
     (lambda: blocks(EIGHT.astype(jnp.float32), ONE), "values is float32.*view the bits of a"),
     (lambda: blocks(EIGHT, jnp.ones((1, 2))), r"blocks of 128 x 128 have \(1, 1\); transpose both"),
-    (lambda: blocks(EIGHT, ONE.astype(jnp.int32)), "scale is int32, but it is of floats"),
-    (lambda: blocks(EIGHT, ONE.astype(E4M3)), "scale is float8_e4m3fn, but it is of floats"),
+    (lambda: blocks(EIGHT, ONE.astype(jnp.int32)), "scale is int32, but it must be of floats"),
+    (lambda: blocks(EIGHT, ONE.astype(E4M3)), "scale is float8_e4m3fn, but it must be of floats"),
     (lambda: blocks(EIGHT, ONE * jnp.nan), "from_blocks: scale has 1 values that are NaN"),
     (lambda: blocks(EIGHT, np.full((1, 1), 255, np.uint8).view(E8M0)), "scale has 1 values that a"),
     (
@@ -515,7 +515,11 @@ WRONG: list[tuple[Any, str]] = [
         r"1 that represent NaN .* first at \(2, 1\)",
     ),
     (lambda: blocks(EIGHT, jnp.ones((4, 1)), block_size=(18, 8)), "group_size=18, but a group"),
-    (lambda: blocks(EIGHT, ONE, block_size=(0, 8)), r"block_size\[0\] is 0, but it is the rows"),
+    (
+        lambda: blocks(EIGHT, ONE, block_size=(0, 8)),
+        r"block_size\[0\] is 0, but it must be the "
+        r"rows",
+    ),
 ]
 
 

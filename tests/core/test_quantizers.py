@@ -151,7 +151,7 @@ def test_wrong_options_and_statistics():
         quantize(weight, Format(1), quantizer="mse")
     with refuses(r"statistics has \(8,\) input features, but .* takes \(192,\)"):
         quantize(weight, INT4, statistics=statistics)
-    with refuses("statistics is 3, but it is a Statistics"):
+    with refuses("statistics is 3, but it must be a Statistics"):
         quantize(weight, INT4, statistics=3)  # pyright: ignore[reportArgumentType]
     with refuses("Statistics.of: inputs is int32"):
         Statistics.of(jnp.ones((2, 3), jnp.int32))

@@ -277,7 +277,11 @@ def test_unsupported_files_raise():
         pack(scale, scale)
     with pytest.raises(TypeError, match="but with zeros it is a pair"):
         pack(scale, scale, super_scale=floats)
-    with pytest.raises(ValueError, match=r"super_scale\[1\] is float32\[2, 8\], but it is floats"):
+    with pytest.raises(
+        ValueError,
+        match=r"super_scale\[1\] is float32\[2, 8\], but it must be "
+        r"floats",
+    ):
         pack(scale, scale, super_scale=(floats, jnp.ones((2, 8))))
     with pytest.raises(ValueError, match=r"super_scale\[0\] has 8 values that are NaN or infinite"):
         pack(scale, scale, super_scale=(1e6 * floats, floats))
@@ -289,7 +293,7 @@ def test_unsupported_files_raise():
         ValueError, match="zero is float32, but two-level scales are 8-bit integers"
     ):
         pack(scale, scale.astype(jnp.float32), super_scale=(floats, floats))
-    with pytest.raises(ValueError, match="values are unsigned codes, but they are int4"):
+    with pytest.raises(ValueError, match=r"values are int4, but .* must be unsigned codes"):
         QuantizedArray.from_integers(
             values.astype(jnp.int4), scale, scale, format=Q4_K, super_scale=(floats, floats)
         )

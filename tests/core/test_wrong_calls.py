@@ -77,12 +77,14 @@ def test_errors_of_other_libraries_are_not_sentences():
 
 
 PLAUSIBLE: Any = {
-    "quantize: format is 4, but it is a Format, such as": lambda a: jl.quantize(a["w"], 4),
-    r"quantized_matmul: lhs is key<fry>\[\], but it is": lambda a: jl.quantized_matmul(
+    "quantize: format is 4, but it must be a Format, such as": lambda a: jl.quantize(a["w"], 4),
+    r"quantized_matmul: lhs is key<fry>\[\], but it must be": lambda a: jl.quantized_matmul(
         jax.random.key(0), a["q"]
     ),
-    "quantize: shards is 2, but it is two numbers": lambda a: jl.quantize(a["w"], "int4", shards=2),
-    r"quantize: shards is \(2,\), but it is two": lambda a: jl.quantize(
+    "quantize: shards is 2, but it must be two numbers": lambda a: jl.quantize(
+        a["w"], "int4", shards=2
+    ),
+    r"quantize: shards is \(2,\), but it must be two": lambda a: jl.quantize(
         a["w"], "int4", shards=(2,)
     ),
     "quantize: scale_dtype is 'half4', which names no dtype": lambda a: jl.quantize(
@@ -106,11 +108,11 @@ PLAUSIBLE: Any = {
     "quantized_matmul: backend={} is unknown": lambda a: jl.quantized_matmul(
         a["x"], a["q"], backend={}
     ),
-    "quantized_matmul: lhs is a QuantizedArray, but it is activations": lambda a: (
+    "quantized_matmul: lhs is a QuantizedArray, but it must be activations": lambda a: (
         jl.quantized_matmul(a["q"], a["q"])
     ),
     r"explain: lhs has shape \(64, 128\) and rhs \(64, 128\)": lambda a: jl.explain(a["w"], a["q"]),
-    "quantized_block: epsilon is nan, but it is a finite number": lambda a: wrong_calls.CALLS[
+    "quantized_block: epsilon is nan, but it must be a finite number": lambda a: wrong_calls.CALLS[
         "block"
     ].run({"epsilon": float("nan")}),
 }

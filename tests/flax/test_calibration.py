@@ -106,7 +106,7 @@ def test_linen_stacks_have_statistics_of_each_matrix():
         ({"quantizer": "hqq", "calibration": BATCHES}, "'hqq' reads no statistics"),
         ({"quantizer": "awq", "calibration": BATCHES}, "before a layer, which only"),
         ({"quantizer": "gptq", "calibration": []}, "the calibration has no batch"),
-        ({"quantizer": "gptq", "calibration": 3}, "calibration is 3, but it is an iterable"),
+        ({"quantizer": "gptq", "calibration": 3}, "calibration is 3, but it must be an iterable"),
         (
             {"quantizer": "gptq", "calibration": [jnp.full((2, WIDTH), jnp.nan)]},
             "the inputs of first are NaN or infinite",

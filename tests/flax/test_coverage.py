@@ -286,7 +286,7 @@ def test_values_other_than_linen_models_raise():
             r"pass what it wraps: model\.module and {'params': model\.params}",
         ),
         ((module, variables["params"]), r"no 'params'; pass all .*, or {'params': params} if"),
-        ((module, INT4), "variables is of class Format, but it is what init returned"),
+        ((module, INT4), "variables is of class Format, but it must be what init returned"),
         (({}, variables), r"the model is a dict of arrays, .* pass the nn\.Module and what its"),
     ):
         with pytest.raises((TypeError, ValueError), match=rf"^quantize_model: .*{message}"):

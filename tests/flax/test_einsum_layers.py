@@ -146,7 +146,7 @@ def test_wrong_descriptions_raise(layer, message):
 def test_invalid_descriptions_raise():
     for layers in (Einsum, [Einsum], EINSUM, "w"):
         with pytest.raises(
-            TypeError, match=r"^quantize_model: layers is .*, but it is a list of E"
+            TypeError, match=r"^quantize_model: layers is .*, but it must be a list of E"
         ):
             quantize_model(Attention(), INT4, layers=layers)  # pyright: ignore
     for arguments in ((3, "w", "ab,bc->ac"), (Einsum, None, "ab,bc->ac"), (Einsum, "w", 3)):
@@ -156,5 +156,9 @@ def test_invalid_descriptions_raise():
         EinsumLayer("(", "w", "ab,bc->ac")
     with pytest.raises(ValueError, match=r"^EinsumLayer: The equation 'btd->bt' is not of the"):
         EinsumLayer(Einsum, "w", "btd->bt")
-    with pytest.raises(ValueError, match=r"^EinsumLayer: inputs is -1, but it is the position"):
+    with pytest.raises(
+        ValueError,
+        match=r"^EinsumLayer: inputs is -1, but it must be the "
+        r"position",
+    ):
         EinsumLayer(Einsum, "w", "ab,bc->ac", inputs=-1)

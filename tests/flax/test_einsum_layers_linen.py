@@ -188,13 +188,17 @@ def test_wrong_descriptions_raise():
         (EinsumLayer(FlaxConv1D, "kernel", lambda layer: "..."), "equation of .* raises TypeError"),
         (
             EinsumLayer(FlaxConv1D, "kernel", number),
-            "equation of .* is 3, but it is a",
+            "equation of .* is 3, but it must be a",
         ),
     ):
         with pytest.raises(ValueError, match=message):
             quantize_model(module, floats, {"": INT4}, X, layers=[layer])
     wrong: Any = [FlaxConv1D]
-    with pytest.raises(TypeError, match=r"^quantize_model: layers is .*, but it is a list of E"):
+    with pytest.raises(
+        TypeError,
+        match=r"^quantize_model: layers is .*, but it must be a list of "
+        r"E",
+    ):
         quantize_model(module, floats, INT4, X, layers=wrong)
     behind = EinsumLayer(FlaxConv1D, "kernel", "...k,nk->...n", inputs=1, bias="bias")
     model, variables, _ = quantize_model(module, floats, {"conv": INT4}, X, layers=[behind])

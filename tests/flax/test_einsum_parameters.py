@@ -279,7 +279,7 @@ def test_invalid_arguments_raise():
         ("equation is None", ("up", None)),
         ("module is 3", ("up", "a,ab->b", 3)),
     ):
-        with pytest.raises(TypeError, match=f"^EinsumParameter: {words}, but it is"):
+        with pytest.raises(TypeError, match=f"^EinsumParameter: {words}, but it must be"):
             EinsumParameter(*arguments)  # pyright: ignore
     with pytest.raises(ValueError, match=r"^EinsumParameter: path='\(' is no regular expression"):
         EinsumParameter("(", "a,ab->b")

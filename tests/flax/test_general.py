@@ -285,7 +285,7 @@ def test_inputs_of_other_shapes_raise():
 def test_invalid_axes_raise():
     with pytest.raises(ValueError, match=r"in_features is \(4, 24\) and axis \(-1,\), but each"):
         QuantizedLinearGeneral((4, 24), 8, format=INT4, rngs=nnx.Rngs(0))
-    message = r"The batch axes are \(1,\), but they are the first axes of the inputs"
+    message = r"The batch axes are \(1,\), but they must be the first axes of the inputs"
     with pytest.raises(ValueError, match=message):
         QuantizedLinearGeneral(96, 8, format=INT4, batch_axis={1: 3}, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=message):

@@ -172,7 +172,7 @@ def test_other_dtypes_raise(value):
 
 @pytest.mark.parametrize(("rows", "error"), [(0, ValueError), ("3", TypeError), (True, TypeError)])
 def test_other_rows_raise(rows, error):
-    sentence = f"lhs_min_rows is {rows!r}, but it is a number of tokens from 1 on, or None"
+    sentence = f"lhs_min_rows is {rows!r}, but it must be a number of tokens from 1 on, or None"
     for caller, call in (
         ("Decoder", lambda: decoder(LLAMA, random(LLAMA), "int8", lhs_min_rows=rows)),
         ("init", lambda: init(LLAMA, lhs_min_rows=rows)),

@@ -97,7 +97,11 @@ def test_divergence_and_stride(tiny):
     plain = -jax.nn.log_softmax(logits)[jnp.arange(len(tokens) - 1), jnp.asarray(tokens[1:])]
     whole = perplexity(reference, tokens, context=len(tokens) - 1, stride=1)
     assert whole.loss == pytest.approx(float(plain.mean()), rel=1e-4)
-    with pytest.raises(ValueError, match=r"stride is 33, but it is tokens between .* from 1 to 32"):
+    with pytest.raises(
+        ValueError,
+        match=r"stride is 33, but it must be tokens between .* from 1 "
+        r"to 32",
+    ):
         perplexity(model, tokens, context=32, stride=33)
 
 

@@ -259,7 +259,10 @@ def test_strings_that_are_not_utf8(tmp_path):
     path = write_gguf(tmp_path / "a.gguf", metadata("llama") | {"x.y": "?1"}, tensors("llama"))
     path.write_bytes(path.read_bytes().replace(b"?1", b"\xff1"))
     assert load(path).config.layers == 2
-    for key, match in (("tokenizer.ggml.pre", "is b'.xff1', but it is a string"), ("?1", "no UTF")):
+    for key, match in (
+        ("tokenizer.ggml.pre", "is b'.xff1', but it must be a string"),
+        ("?1", "no UTF"),
+    ):
         write_gguf(path, metadata("llama") | {key: "?1"}, tensors("llama"))
         path.write_bytes(path.read_bytes().replace(b"?1", b"\xff1"))
         with pytest.raises(ValueError, match=match):
@@ -276,20 +279,20 @@ def without(entries, key):
 METADATA = [
     ({"general.architecture": "mamba"}, "'mamba', but the decoder here knows llama"),
     ({"llama.block_count": None}, "lacks 'llama.block_count', an integer"),
-    ({"llama.block_count": "two"}, "'llama.block_count' is 'two', but it is an integer"),
-    ({"llama.block_count": True}, "'llama.block_count' is True, but it is an integer"),
+    ({"llama.block_count": "two"}, "'llama.block_count' is 'two', but it must be an integer"),
+    ({"llama.block_count": True}, "'llama.block_count' is True, but it must be an integer"),
     ({"llama.block_count": 3}, "9 weights of 29 are missing, the first is 'layers.2.q'"),
     ({"llama.block_count": 1}, "is beyond what the metadata says, 1 layers"),
-    ({"llama.block_count": 2**31}, "layers=2147483648, but it is an integer from 1 to 10000"),
+    ({"llama.block_count": 2**31}, "layers=2147483648, but it must be an integer from 1 to 10000"),
     ({"llama.embedding_length": 512}, "has the shape .* but the metadata asks for"),
-    ({"llama.attention.head_count": 0}, "heads=0, but it is an integer from 1"),
+    ({"llama.attention.head_count": 0}, "heads=0, but it must be an integer from 1"),
     ({"llama.attention.head_count_kv": 3}, "kv_heads=3, but heads of queries share"),
     ({"llama.attention.head_count_kv": [2, 1]}, r"\[2, 1\], but the layers of the decoder"),
     ({"llama.rope.dimension_count": 33}, "rope_size=33, but elements rotate in pairs"),
-    ({"llama.rope.dimension_count_swa": 32}, "is 32, but it is 64 for attention"),
+    ({"llama.rope.dimension_count_swa": 32}, "is 32, but it must be 64 for attention"),
     ({"llama.expert_count": 8}, "8, but the decoder here has no experts"),
     ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, "'longrope'"),
-    ({"llama.attention.layer_norm_rms_epsilon": -1.0}, "norm_epsilon=-1.0, but it is above 0"),
+    ({"llama.attention.layer_norm_rms_epsilon": -1.0}, "norm_epsilon=-1.0, but it must be above 0"),
     ({"general.type": "adapter"}, "general.type is 'adapter', but a whole model is read; merge"),
     ({"split.count": 3}, r"split into 3 files, but this name .*-00001-of-00003.gguf.*--merge"),
     ({"tokenizer.ggml.model": "bert"}, "'bert', but 'gpt2' and 'llama' are read"),

@@ -282,7 +282,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "'quant_method' is 'exl3', but the quantized checkpoints that are read are .*'gptq'.*; use "
         "the folder of the model's floats",
     ),
-    "list": ({"config": [1]}, r"'quantization_config' is \[1\], but it is an object"),
+    "list": ({"config": [1]}, r"'quantization_config' is \[1\], but it must be an object"),
     "packed": (
         {"config": compressed(group("channel"), format="pack-quantized")},
         "'type' is 'float', but 'int' is read",
@@ -295,7 +295,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no group": ({"config": compressed({"targets": []})}, "lacks 'weights', an object"),
     "text": (
         {"config": {**compressed(), "config_groups": {"a": 1}}},
-        "'a' is 1, but it is an object",
+        "'a' is 1, but it must be an object",
     ),
     "expression": (
         {"config": compressed(group("channel", targets=["re:("]))},
@@ -317,7 +317,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "new entry of fp8": ({"config": FP8 | {"new_entry": 2}}, "'new_entry' is 2, an entry of a qua"),
     "name": (
         {"config": compressed(group("channel"), ignore=[3])},
-        r"'ignore' is \[3\], but it is strings",
+        r"'ignore' is \[3\], but it must be strings",
     ),
 }
 

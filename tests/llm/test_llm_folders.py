@@ -122,7 +122,7 @@ def test_images_and_defaults_of_gemma3(tmp_path):
     [
         ({"model_type": "gpt2"}, "'model_type' is 'gpt2', but the decoder here knows llama"),
         ({"hidden_size": None}, "lacks 'hidden_size', an integer"),
-        ({"hidden_size": "256"}, "'hidden_size' is '256', but it is an integer"),
+        ({"hidden_size": "256"}, "'hidden_size' is '256', but it must be an integer"),
         ({"num_hidden_layers": 3}, "9 weights of 30 are missing, the first is 'layers.2.q'"),
         ({"num_hidden_layers": 1}, "is no part of llama with 1 layers"),
         ({"intermediate_size": 128}, r"config.json asks for floats .* of \(128, 256\)"),

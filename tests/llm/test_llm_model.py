@@ -113,7 +113,7 @@ def test_missing_unknown_and_misshapen_weights_are_named():
 
 @pytest.mark.parametrize("tokens", [jnp.ones((1, 2)), jnp.ones(2, jnp.int32)])
 def test_tokens_of_another_kind_raise(tokens):
-    with pytest.raises(ValueError, match="they are integers"):
+    with pytest.raises(ValueError, match="they must be integers"):
         init(LLAMA, Format(4, group_size=32)).decoder(tokens)
 
 

@@ -422,7 +422,10 @@ def test_layers_of_one_kind_have_the_rotation_of_that_kind(tmp_path):
         ({"partial_rotary_factor": 0.5}, "'partial_rotary_factor' is 0.5, but this"),
         ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "'partial_rotary_factor' is 0.25"),
         ({"rope_scaling": {"mrope_section": [2, 3, 3]}}, r"'mrope_section' is \[2, 3, 3\]"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": "16"}}, "'factor' is '16', but it is a"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": "16"}},
+            "'factor' is '16', but it must be a",
+        ),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2, "truncate": 1}}, "'truncate' is 1"),
         ({"rope_parameters": NESTED | {"chunked_attention": {}}}, "entry 'chunked_attention'"),
         ({"rope_theta": 1.0, "rope_scaling": {"type": "yarn", "factor": 2.0}}, "a base above 1"),

@@ -285,7 +285,7 @@ def test_other_meshes_raise():
     with pytest.raises(ValueError, match=r"the mesh has the axes \('a', 'b'\)"):
         shard(model(), two)
     none: Any = jax.devices("cpu")[:2]
-    with pytest.raises(TypeError, match=r"mesh is list, but it is a jax\.sharding\.Mesh"):
+    with pytest.raises(TypeError, match=r"mesh is list, but it must be a jax\.sharding\.Mesh"):
         shard(model(), none)
 
 

@@ -437,12 +437,12 @@ ONES, SCALE = jnp.ones((2, 64), jnp.int8), jnp.ones((2, 1))
 WRONG = [
     (lambda: quantize_activations(jnp.ones((2, 64)), jnp.int4), "dtype is int4, but activations"),
     (lambda: quantize_activations(jnp.ones((2, 64), jnp.int32)), "activations are int32"),
-    (lambda: quantize_activations(jnp.ones((2, 0))), r"float32\[2, 0\], but they are"),
+    (lambda: quantize_activations(jnp.ones((2, 0))), r"float32\[2, 0\], but they must be"),
     (lambda: quantize_activations(jnp.float32(1)), "k from 1; cast or reshape them"),
     (lambda: QuantizedActivations(jnp.ones((2, 64)), SCALE), "use quantize_activations for floats"),
     (lambda: QuantizedActivations(ONES, SCALE[:1]), r"have float32\[2, 1\], one for each token"),
     (lambda: QuantizedActivations(ONES, SCALE.astype(jnp.bfloat16)), "reshape or cast it"),
-    (lambda: QuantizedActivations(ONES, SCALE, jnp.int8), "dtype is int8, but it is float32"),
+    (lambda: QuantizedActivations(ONES, SCALE, jnp.int8), "dtype is int8, but it must be float32"),
     (
         lambda: quantized_matmul(ONES, weight(64), lhs_qtype=jnp.int8),
         "lhs is int8, but activations are",
@@ -467,21 +467,25 @@ WRONG = [
     ),
     (
         lambda: quantized_matmul(SCALE, weight(1), lhs_qtype=jnp.int8, lhs_factor=jnp.ones((1, 1))),
-        r"lhs_factor is float32\[1, 1\], but it is floats \(1,\), one for each",
+        r"lhs_factor is float32\[1, 1\], but it must be floats \(1,\), one for each",
     ),
     (
         lambda: quantize_activations(SCALE, factor=jnp.zeros(1)),
         r"factor has 1 values that are not finite and positive, .* or more, the first at 0 \(0.0\)",
     ),
     (lambda: quantize_activations(SCALE, factor=jnp.full(1, jnp.inf)), "not finite and positive"),
-    (lambda: quantize_activations(SCALE, factor=jnp.ones(1, jnp.int32)), "but it is floats"),
-    (lambda: smoothing_factor(SCALE[0], ONES), r"weight is int8\[2, 64\], but it is float32"),
-    (lambda: smoothing_factor(SCALE[0], SCALE), r"absmax is float32\[1\], but it is floats \(2,\)"),
+    (lambda: quantize_activations(SCALE, factor=jnp.ones(1, jnp.int32)), "but it must be floats"),
+    (lambda: smoothing_factor(SCALE[0], ONES), r"weight is int8\[2, 64\], but it must be float32"),
+    (
+        lambda: smoothing_factor(SCALE[0], SCALE),
+        r"absmax is float32\[1\], but it must be floats "
+        r"\(2,\)",
+    ),
     (lambda: smoothing_factor(-SCALE[:, 0], SCALE), "absmax has 2 values that are not finite and"),
     (lambda: smoothing_factor(SCALE[:, 0], SCALE * jnp.nan), "weight has 2 values that are NaN"),
     (
         lambda: smoothing_factor(SCALE[:, 0], SCALE, alpha=1.5),
-        "alpha is 1.5, but it is from 0 to 1",
+        "alpha is 1.5, but it must be from 0 to 1",
     ),
     (lambda: QuantizedActivations(ONES, SCALE) @ weight(100), r"last axis of lhs must be k=100"),
     (
@@ -536,7 +540,7 @@ def test_other_products_take_no_quantized_activations():
 
 
 def test_values_other_than_arrays_raise():
-    with pytest.raises(TypeError, match="activations is 'x', but it is floats"):
+    with pytest.raises(TypeError, match="activations is 'x', but it must be floats"):
         quantize_activations("x")
     with pytest.raises(TypeError, match="names no dtype"):
         quantize_activations(jnp.ones((2, 64)), 8)

@@ -430,14 +430,17 @@ def any_block(residual, out, norm, gate_up, down):
     ("f", "message"),
     [
         (lambda: any_matmuls(LHS, []), "rhss is empty"),
-        (lambda: any_matmuls(LHS, QKV[0]), "rhss is of class QuantizedArray, but it is a sequence"),
+        (
+            lambda: any_matmuls(LHS, QKV[0]),
+            "rhss is of class QuantizedArray, but it must be a sequence",
+        ),
         (lambda: any_matmuls(LHS, [LHS]), r"rhss\[0\] is float32\[5, 128\], but it must be"),
         (lambda: any_matmuls(LHS, [GATE_UP]), r"rhss\[0\] has shape \(2, 128, 192\), but"),
         (lambda: any_matmuls(LHS, [QKV[0], GATE_UP[0]]), r"rhss\[1\] has .* and rhss\[0\]"),
         (lambda: any_matmuls(LHS[:, 1:], QKV), "must be k=128"),
         (lambda: any_matmuls(LHS, QKV, out_sharding=P()), "are on no mesh with Explicit"),
         (lambda: any_mlp(LHS, GATE_UP, DOWN, activation="tanh"), "activation='tanh' is unkn"),
-        (lambda: any_mlp(LHS, DOWN, DOWN), r"gate_up has shape \(192, 70\), but it is two"),
+        (lambda: any_mlp(LHS, DOWN, DOWN), r"gate_up has shape \(192, 70\), but it must be two"),
         (
             lambda: any_mlp(LHS, GATE_UP, QKV[0]),
             r"down has .* with f=192, .* \(2, 128, 192\)",

@@ -478,4 +478,4 @@ def test_rounded(quick, monkeypatch, capsys):
 
 def test_decode_raises_for_other_widths(capsys):
     assert run(decode, "--width", 100) == 2
-    assert "--width is 100, but it is a multiple of 32" in capsys.readouterr().err
+    assert "--width is 100, but it must be a multiple of 32" in capsys.readouterr().err

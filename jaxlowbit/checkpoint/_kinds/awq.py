@@ -121,7 +121,9 @@ def _gemv_fast(folder: Folder, module: str, size: int, kind: str) -> Matrix:
     groups, rows = -(-k // size), two_axes(scales.where, scales.shape)[0]
     _check_width(scales.where, rows / 8, groups)
     if k % 64:
-        raise ValueError(f"{qweight.where} has {k} inputs, but they are a multiple of 64; {AGAIN}.")
+        raise ValueError(
+            f"{qweight.where} has {k} inputs, but they must be a multiple of 64; {AGAIN}."
+        )
     qweight.check(("I16", "U16"), (quarter, k))
     scales.check(("F16", "BF16"), (rows, n))
     qzeros.check((scales.kind,), (rows, n))

@@ -182,14 +182,14 @@ def _state(packed: Tensor) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # from JSON and from UTF-8
         raise ValueError(f"{packed.where} is no JSON ({error}); {AGAIN}.") from None
     if not isinstance(found, dict):
-        raise ValueError(f"{packed.where} holds {brief(found)}, but it is an object; {AGAIN}.")
+        raise ValueError(f"{packed.where} holds {brief(found)}, but it must be an object; {AGAIN}.")
     return found
 
 
 def _size(state: Fields, packed: Tensor, key: str) -> int:
     size = state.need(key, "an integer")
     if size < 1:
-        raise ValueError(f"{packed.where} has {key!r} {size}, but it is positive; {AGAIN}.")
+        raise ValueError(f"{packed.where} has {key!r} {size}, but it must be positive; {AGAIN}.")
     return size
 
 

@@ -55,8 +55,8 @@ def _matrix(
         )
     if not 2 <= len(weight.shape) <= 3 or weight.kind not in ("F8_E4M3", "I8"):
         raise ValueError(
-            f"{weight.where} is {weight.kind} of shape {weight.shape}, but it is F8_E4M3, or pairs "
-            f"of 4-bit floats in I8, a matrix or a stack of them; {AGAIN}."
+            f"{weight.where} is {weight.kind} of shape {weight.shape}, but it must be F8_E4M3, or "
+            f"pairs of 4-bit floats in I8, a matrix or a stack of them; {AGAIN}."
         )
     *lead, n, k = weight.shape
     rows, columns = block if weight.kind == "F8_E4M3" else (1, 32)

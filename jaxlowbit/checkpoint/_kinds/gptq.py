@@ -131,7 +131,7 @@ def group_size(config: Fields) -> int:
     size = config.get("group_size", "an integer", -1)
     if size < 1 and size != -1:
         raise ValueError(
-            f"{config.path}: 'group_size' is {size}, but it is positive, or -1 for one group; "
+            f"{config.path}: 'group_size' is {size}, but it must be positive, or -1 for one group; "
             f"{AGAIN}."
         )
     return size

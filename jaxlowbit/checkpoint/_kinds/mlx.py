@@ -85,8 +85,8 @@ def _matrix(folder: Folder, module: str, layout: Layout) -> Matrix:
     size, bits = layout.size, layout.bits
     if not 2 <= len(weight.shape) <= 3:
         raise ValueError(
-            f"{weight.where} has shape {weight.shape}, but it is a matrix or a stack of matrices; "
-            f"{AGAIN}."
+            f"{weight.where} has shape {weight.shape}, but it must be a matrix or a stack of "
+            f"matrices; {AGAIN}."
         )
     *lead, n, _ = weight.shape
     k = size * (scale.shape[-1] if scale.shape else 0)

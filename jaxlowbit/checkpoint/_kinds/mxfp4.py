@@ -29,7 +29,7 @@ def _matrix(folder: Folder, name: str) -> Matrix:
     data, scale = (folder.need(f"{name}{last}", name) for last in (_BLOCKS, "_scales"))
     if len(data.shape) not in (3, 4) or data.shape[-1] != 16 or data.kind != "U8":
         raise ValueError(
-            f"{data.where} is {data.kind} of shape {data.shape}, but it is U8 of shape "
+            f"{data.where} is {data.kind} of shape {data.shape}, but it must be U8 of shape "
             f"(experts, out, in / 32, 16); {AGAIN}."
         )
     *lead, n, blocks, _ = data.shape
