@@ -1,4 +1,4 @@
-"""`ChatTemplate`: conversations to text, with the Jinja environment of transformers.
+"""`ChatTemplate`: renders conversations to text in the Jinja environment of transformers.
 
 Templates are written for `apply_chat_template`. The environment here has the same tags, filters,
 functions and variables (`transformers/utils/chat_template_utils.py`).
@@ -29,14 +29,14 @@ TOKEN_NAMES = (
     "cls_token",
     "mask_token",
 )
-"""The special tokens that every template may name."""
+"""The special tokens that every template may use."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class ChatTemplate(NamedTuple):
     """The templates of a model.
 
-    - `templates`: Jinja by name; "default" is for conversations, "tool_use" for those with tools.
+    - `templates`: Jinja by name: "default" for conversations, "tool_use" for those with tools.
     - `tokens`: the special tokens that templates name, such as `bos_token`.
     """
 
@@ -115,9 +115,9 @@ class ChatTemplate(NamedTuple):
 
 
 def _message(index: int, message: Any) -> dict[str, Any]:
-    """A message as templates get it from transformers.
+    """Converts a message as transformers does for templates.
 
-    An entry that is None is left out, and the names of the model's reasoning are made equal.
+    Entries that are None are omitted, and the two names of a model's reasoning are unified.
     """
     found = _plain(message)
     if not isinstance(found, dict) or "role" not in found:
@@ -133,9 +133,9 @@ def _message(index: int, message: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A value made of the types of JSON; another object becomes the name of its type.
+    """Converts a value to JSON types; another object becomes the name of its type.
 
-    Methods of other objects are not safe in templates, which come from the model file.
+    Templates come from the model file, so methods of other objects are not safe in them.
     """
     if value is None or isinstance(value, str | int | float):
         return value
@@ -154,7 +154,7 @@ def _plain(value: Any) -> Any:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}`, which marks the text of the model in training. It renders its body."""
+    """`{% generation %}`, which marks the model's text for training; renders its body."""
 
     tags = {"generation"}  # noqa: RUF012
 

@@ -83,7 +83,7 @@ def quantize(
         permutation = permutations.checked("quantize", permutation, weight.shape, shards[0])
     statistics = checked("quantize", statistics, weight.shape)
     function = find("quantize", quantizer, format, _options(scale_dtype, shards, permutation))
-    checks.finite("quantize", "weight", weight, "no scale covers them. Clean the weight first")
+    checks.finite("quantize", "weight", weight, "no scale covers them; clean the weight first")
     run = functools.partial(
         _quantize, quantizer=function, format=format, scale_dtype=scale_dtype, shards=shards
     )
