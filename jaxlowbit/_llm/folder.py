@@ -8,7 +8,7 @@ from ..checkpoint._files import read_json
 def check_folder(folder: Path) -> None:
     """Checks by the names of its files that a folder is a model in safetensors.
 
-    **Raises:** `ValueError` with the kind of another folder, and the way from it to a model.
+    **Raises:** `ValueError` with the kind of the folder, and how to get a model from it.
     """
 
     def there(pattern: str) -> list[str]:

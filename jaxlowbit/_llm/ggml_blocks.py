@@ -1,4 +1,4 @@
-"""Packed matrices as blocks of GGUF's types, for formats that a type represents without rounding.
+"""Packs matrices as blocks of GGUF's types, for formats that a type represents exactly.
 
 `ggml_types.py` reads the same blocks.
 """
@@ -22,7 +22,7 @@ SUPPORTED = (
 
 
 class Blocks(NamedTuple):
-    """A matrix as a type of ggml stores it: uint8 (rows, bytes of a row), and its tensor scale."""
+    """A matrix in a ggml type: uint8 (rows, bytes of a row), and its tensor scale."""
 
     kind: str
     data: np.ndarray
@@ -32,8 +32,8 @@ class Blocks(NamedTuple):
 def blocks_of(array: QuantizedArray) -> Blocks:
     """The blocks of a matrix (k, n).
 
-    **Raises:** `ValueError` for a format that no type represents, groups that blocks of 32 cut, and
-    scales that float16 rounds, with the way out.
+    **Raises:** `ValueError` with the way out, for a format that no type represents, groups that are
+    not multiples of 32, and scales that float16 would round.
     """
     kind = kind_of(array.format)
     size = ggml_types.TYPES[kind].size
@@ -101,7 +101,7 @@ def _blocks(kind: str, array: QuantizedArray, rows: Rows) -> np.ndarray:
 
 
 def _nibbles(values: np.ndarray, run: int) -> np.ndarray:
-    """Bytes of the low nibbles of two values each, which are `run` apart."""
+    """Bytes of two low nibbles each, from values that are `run` apart."""
     pairs = values.reshape(*values.shape[:-1], -1, 2, run) & 15
     return (pairs[..., 0, :] | pairs[..., 1, :] << 4).reshape(*values.shape[:-1], -1)
 
