@@ -174,7 +174,7 @@ class Config:
 
     **Arguments:**
 
-    - `architecture`: a name in `ARCHITECTURES`, such as `"llama"` or `"gemma3"`. It has no effect:
+    - `architecture`: a name in `ARCHITECTURES`, such as `"llama"`: the names in files and errors;
       the other fields describe all differences.
     - `layers`, `width`, `heads`, `kv_heads`, `head_size`, `hidden`, `vocabulary`: sizes.
       `kv_heads` divides `heads`; `hidden` is the width of the gated MLP.

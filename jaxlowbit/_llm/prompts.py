@@ -1,4 +1,4 @@
-"""Prompts of callers, text, chats or tokens, as checked lists of tokens."""
+"""Checks prompts (texts, chats or tokens), and converts them to lists of tokens."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ Prompt = str | Sequence[int] | Sequence[dict[str, str]]
 
 
 def is_single(caller: str, prompt: Any) -> bool:
-    """Whether this is one prompt: a text, tokens, or a chat; otherwise it is several.
+    """Whether this is one prompt (a text, tokens or a chat) and not a batch.
 
     **Raises:** `TypeError` for other objects.
     """
@@ -38,7 +38,7 @@ def batch(
 ) -> list[list[int]]:
     """The tokens of every prompt.
 
-    **Raises:** what `encoded` raises, and `ValueError` for a prompt that fills the context.
+    **Raises:** the errors of `encoded`, and `ValueError` for a prompt that fills the context.
     """
     found = []
     for i, prompt in enumerate(prompts):
@@ -100,7 +100,7 @@ def encoded(
 
 
 def _named(model: LanguageModel, token: int) -> str:
-    """A token with its text, if it has one."""
+    """A token with its text, if it has any."""
     tokenizer = model.tokenizer if token >= 0 else None
     text = "" if tokenizer is None else tokenizer.decode([token], special=True)
     return f"token {token}" + (f" ({text!r})" if text else "")

@@ -10,16 +10,15 @@ from .prompts import Prompt, is_single
 
 
 class Session:
-    """Generates as `generate` and `stream` do, and keeps the cache for the next call.
+    """Generates like `generate` and `stream`, and reuses the cache in the next call.
 
     A call reads only the tokens after the longest prefix that its prompt shares with the prompt and
-    the generated tokens of the call before. A chat therefore reads only the new messages of each
-    turn. Results equal the results of `generate`, except for the rounding of sums that are added
-    in another order.
+    the generated tokens of the previous call. A chat therefore reads only the new messages of each
+    turn. Results equal those of `generate` up to the rounding of sums in another order.
 
     The cache grows with the conversation, in powers of two up to the context. A call that raises,
     and a stream that is closed or interrupted, leave the session usable. A session runs one
-    generation at a time: another call closes the stream before it.
+    generation at a time: a new call closes the previous stream.
 
     **Arguments:**
 
@@ -46,13 +45,14 @@ class Session:
 
         **Arguments:**
 
-        - `prompt`: as for `generate`, but no batch. A chat contains all its messages, old and new.
+        - `prompt`: as for `generate`, but not a batch. A chat contains all its messages, old and
+          new.
         - `options`: the other arguments of `generate`.
 
-        **Returns:** what `generate` returns.
+        **Returns:** the result of `generate`.
 
-        **Raises:** what `generate` raises, before the session changes, and `ValueError` for a
-        batch. A conversation that fills the context raises; drop its oldest messages then.
+        **Raises:** the errors of `generate`, before the session changes, and `ValueError` for a
+        batch. If a conversation fills the context, remove its oldest messages.
         """
         self._close()
         if not is_single("Session.generate", prompt):
@@ -64,17 +64,17 @@ class Session:
         return generated(Request.of("Session.generate", self.model, **options), prompt, self._kept)
 
     def stream(self, prompt: Prompt, **options: Any) -> Generator[Any, None, Generation]:
-        """Generates after one prompt, and yields the text as it comes.
+        """Generates after one prompt, and yields the text as it is generated.
 
         **Arguments:**
 
         - `prompt`: as for `stream`. A chat contains all its messages, old and new.
         - `options`: the other arguments of `stream`.
 
-        **Returns:** what `stream` returns.
+        **Returns:** the result of `stream`.
 
-        **Raises:** what `stream` raises, before the session changes. A conversation that fills the
-        context raises; drop its oldest messages then.
+        **Raises:** the errors of `stream`, before the session changes. If a conversation fills the
+        context, remove its oldest messages.
         """
         self._close()
         options = _with_defaults("Session.stream", stream, options)
@@ -83,7 +83,7 @@ class Session:
         return self._running
 
     def _close(self) -> None:
-        """Ends the stream before, so that nothing else changes the cache."""
+        """Closes the previous stream, so that nothing else changes the cache."""
         if self._running is not None:
             self._running.close()
             self._running = None

@@ -1,11 +1,11 @@
-"""Tensor parallelism: a decoder divided over the devices of a mesh.
+"""Tensor parallelism: a decoder sharded over the devices of a mesh.
 
-A device has whole heads, an equal share of the hidden features of every MLP, and an equal share of
-the vocabulary. The weights of queries, keys, values, gate and up are divided along n. The output
-and down projections are divided along k, so their products are partial sums of the residual stream.
-Two all-reduces in each block add these; in a decode step, kernels within its calls add them if
-possible (`Division.exchanging`). Embedding and head are divided along the vocabulary, the cache
-along its heads, and everything else is on every device.
+A device has some heads, an equal share of the hidden features of every MLP, and an equal share of
+the vocabulary. The weights of queries, keys, values, gate and up are sharded along n. The output
+and down projections are sharded along k, so their products are partial sums of the residual stream.
+Two all-reduces per block add these; in a decode step, kernels add them within the block's calls if
+possible (`Division.exchanging`). Embedding and head are sharded along the vocabulary, the cache
+along its heads, and everything else is replicated.
 """
 
 import dataclasses
@@ -54,7 +54,7 @@ class MatrixVariable(QuantizedVariable):
 
 @dataclasses.dataclass(frozen=True)
 class Division:
-    """The mesh with one axis of a divided decoder."""
+    """The mesh with one axis that a decoder is sharded over."""
 
     mesh: jax.sharding.Mesh
 
