@@ -92,7 +92,7 @@ __device__ inline void SeparateValues(const uint32_t (&packed)[kBits], int step,
   }
 }
 
-// LiftValues separates values for f16 at the highest bits where they still are an integer times the subnormal unit
+// LiftValues separates values for f16 at the highest bits that keep them an integer times the smallest subnormal
 // (subnormal or the smallest exponent): row g starts at bit kLifted, row g + 8 kSecondUp bits above.
 template <int kBits>
 inline constexpr int kLifted = 11 - kBits - kSecondUp<kBits>;

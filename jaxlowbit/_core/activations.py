@@ -15,7 +15,7 @@ VALUES = (jnp.dtype("int8"), jnp.dtype("float8_e4m3fn"))
 """Dtypes of quantized activations."""
 
 EXACT = jnp.dtype("bfloat16")
-"""The dtype in which most kernels multiply 8-bit values. It represents all of them exactly."""
+"""Most kernels convert 8-bit values to this dtype, which represents all of them exactly."""
 
 
 @jax.tree_util.register_pytree_with_keys_class

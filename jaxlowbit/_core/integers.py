@@ -169,7 +169,7 @@ def of_blocks(values: Any, scale: Any, block_size: Any) -> tuple[Any, Any, Forma
 
 
 def _narrow(name: str, scale: Any, format: Format) -> Array:
-    """8-bit scales as bits, which can be padded; integers of two levels as int8."""
+    """8-bit scales as bits, which can be padded; integers of two-level scales as int8."""
     if format.scale == "two_level":
         if not jnp.issubdtype(scale.dtype, jnp.integer):
             raise ValueError(
@@ -199,7 +199,8 @@ def _narrow(name: str, scale: Any, format: Format) -> Array:
 
 
 def _check_range(name: str, integers: Any, low: int, high: int) -> None:
-    """Raises for integers of two levels that do not fit 8 bits. Does nothing while tracing."""
+    """Raises for integers of two-level scales that do not fit 8 bits. Does nothing while
+    tracing."""
     if not integers.size or isinstance(integers, Tracer):
         return
     with jax.ensure_compile_time_eval():

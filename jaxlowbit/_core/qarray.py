@@ -120,8 +120,8 @@ def _spread(name: str, values: Any, shape: tuple[int, ...]) -> Any:
     sizes = zip(values.shape, shape, strict=False)
     if values.ndim != len(shape) or any(have not in (1, want) for have, want in sizes):
         raise ValueError(
-            f"from_qarray: {name} has shape {values.shape}, but only the second to last axis is "
-            f"tiled here, so it is one that broadcasts to {shape}; quantize with tiles along that "
-            "axis alone."
+            f"from_qarray: {name} has shape {values.shape}, but it must broadcast to {shape}, "
+            "since only the second to last axis can have tiles; quantize with tiles along that "
+            "axis only."
         )
     return jnp.broadcast_to(values, shape)

@@ -126,11 +126,11 @@ class Equation:
         if len(self.kernel) != len(self.kernel_shape):
             return f"has {len(self.kernel)} letters for a kernel of shape {self.kernel_shape}"
         if unknown := out - inputs - kernel:
-            return f"has {_listed(unknown)} in the result alone"
+            return f"has {_listed(unknown)} only in the result"
         if alone := kernel - inputs - out:
-            return f"sums the kernel alone over {_listed(alone)}"
+            return f"sums {_listed(alone)} of the kernel, which the inputs lack"
         if alone := inputs - kernel - out:
-            return f"sums the inputs alone over {_listed(alone)}"
+            return f"sums {_listed(alone)} of the inputs, which the kernel lacks"
         return None if (inputs & kernel) - out else "sums over no letter of both"
 
     # --- the matrix of the kernel -----------------------------------------------------------------
@@ -285,8 +285,7 @@ class Equation:
 
 
 def positions(axes: Sequence[int], ndim: int) -> tuple[int, ...]:
-    """Axes counted from the front and sorted, in the order in which Flax pairs them with kernel
-    axes.
+    """Axes counted from the front and sorted; Flax pairs them with kernel axes in this order.
 
     **Raises:** `ValueError` for axes that inputs of `ndim` axes lack.
     """

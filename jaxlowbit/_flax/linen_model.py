@@ -67,8 +67,8 @@ def quantize_model(
       `block_0.mlp.up`. The first match decides; layers without a match stay in floats.
     - `args`, `kwargs`: inputs of `module.apply`; arrays or `jax.ShapeDtypeStruct` in `args`.
     - `layers`: further layers to quantize: other classes of layers, each an `EinsumLayer`, and raw
-      parameters, each an `EinsumParameter`. Those of gemma, and of GPT-2 in transformers, are
-      known. All are identified by the paths of their parameters.
+      parameters, each an `EinsumParameter`. Parameters of gemma, and of GPT-2 in
+      transformers, are known. All are identified by the paths of their parameters.
     - `keep`: one or several regular expressions of further layers to leave in floats.
     - `shards`: the numbers of shards of k and n if devices share a kernel, as in
       `jaxlowbit.quantize`, or a mapping from such regular expressions to these pairs.

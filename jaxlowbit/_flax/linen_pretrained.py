@@ -87,7 +87,7 @@ class _Recorder:
 
 
 def _applied(model: Any, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-    """The variables and arguments with which a call of the model applies its module."""
+    """The variables and arguments that a call of the model passes to its module."""
     recorder = _Recorder()
     model._module = recorder
     try:

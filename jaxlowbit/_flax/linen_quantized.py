@@ -114,8 +114,8 @@ class QuantizedModel:
         if raw := self._raw:
             path = ".".join(raw[0][2])
             raise ValueError(
-                f"QuantizedModel.bind: {path} is packed, and code that reads it is run by apply "
-                "alone; use apply, with method= for a method, or keep it in floats, with a rule "
+                f"QuantizedModel.bind: {path} is packed, and only apply can run code that reads "
+                "it; use apply, with method= for a method, or keep it in floats, with a rule "
                 "of its path and None."
             )
         held = self._with_packings(variables)
@@ -149,7 +149,7 @@ class QuantizedModel:
 
     @contextlib.contextmanager
     def _multiplying(self) -> Iterator[None]:
-        """A context in which calls of the module's quantized layers multiply by packed words."""
+        """Context manager: calls of the module's quantized layers multiply by packed words."""
         packings = self._called
 
         def multiply(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:

@@ -169,7 +169,7 @@ def held_kernel(
     if "packed" not in held:
         raise KernelNotFoundError(
             f"{name} has no kernel in the collection {COLLECTION!r}. Pass the variables that "
-            f"hold it; inside nn.scan or nn.vmap, add {COLLECTION!r}: 0 to variable_axes."
+            f"contain it; inside nn.scan or nn.vmap, add {COLLECTION!r}: 0 to variable_axes."
         )
     arrays = {array: value_of(held.get(array)) for array in (*ARRAYS, PADDING)}
     if not jax.sharding.get_abstract_mesh().manual_axes:  # where arrays and inputs are parts

@@ -107,8 +107,8 @@ def quantize_model(
       pairs. Each is searched (`re.search`) in the dotted path of the layer, such as
       `blocks.0.mlp.up`. The first match decides; layers without a match stay in floats.
     - `layers`: further layers to quantize: other classes of layers, each an `EinsumLayer`, and raw
-      parameters, each an `EinsumParameter`, identified by their paths. Those of google-tunix,
-      MaxText and mamba2-jax are known.
+      parameters, each an `EinsumParameter`, identified by their paths. Parameters of
+      google-tunix, MaxText and mamba2-jax are known.
     - `keep`: one or several regular expressions of further layers to leave in floats.
     - `shards`: the numbers of shards of k and n if devices share a kernel, as in
       `jaxlowbit.quantize`, or a mapping from such regular expressions to these pairs.
@@ -341,14 +341,14 @@ def _reason(
     if not all(isinstance(holder, nnx.Pytree | list | dict) for holder, _ in place.holders):
         return (
             f"{name} is the model itself or an element of a tuple, where nothing can be "
-            "replaced; quantize the layer alone, as with QuantizedLinear.from_linear, or use "
+            "replaced; quantize the layer itself, as with QuantizedLinear.from_linear, or use "
             "an nnx.List instead of the tuple."
         )
     sharing = owners[id(place.weight)]
     if len(sharing) > 1:
         return (
-            f"{' and '.join(sharing)} share one kernel variable, which one of them cannot "
-            "quantize alone; share the layer itself, or keep it with a rule of its path and "
+            f"{' and '.join(sharing)} share one kernel variable, which must be quantized "
+            "for all or none; share the layer itself, or keep it with a rule of its path and "
             "None."
         )
     if wrapper := rewritten.get(id(place.layer)):

@@ -19,7 +19,7 @@ from .weights import Shards, stand_in
 class QuantizedParameter(QuantizedModule):
     """Replaces a raw parameter; `quantize_model` creates it.
 
-    `shape` and `dtype` are those of the float parameter. `kernel` is the `QuantizedArray`, whose
+    `shape` and `dtype` describe the float parameter. `kernel` is the `QuantizedArray`, whose
     arrays are variables as in `QuantizedLinear`. Inside the methods of its module, code sees a
     float parameter, whose products are quantized.
     """
@@ -111,9 +111,9 @@ def _reads(method: Callable[..., Any]) -> Callable[..., Any]:
             after, tree_after = jax.tree.flatten(state_after)
             if graph_after != graph or tree_after != tree:
                 raise ValueError(
-                    f"{type(self).__name__}.{method.__name__} adds or removes what its module "
-                    "holds, but a module with packed parameters only changes the values of its "
-                    "variables; create them beforehand, or keep the parameters in floats."
+                    f"{type(self).__name__}.{method.__name__} adds or removes variables of its "
+                    "module, but a module with packed parameters may only change their values; "
+                    "create them beforehand, or keep the parameters in floats."
                 )
             changed = zip(range(len(before)), before, after, strict=True)
             return result, {str(i): new for i, old, new in changed if new is not old}

@@ -27,7 +27,7 @@ class Record:
     - `full`: whether second moments are matrices.
     - `traced`: whether all products are in one trace, which returns the statistics. Otherwise
       products inside of traces, such as the body of a scan, use callbacks.
-    - `statistics`: by name; those of a stack of matrices have the axes of the stack.
+    - `statistics`: by name; for a stack of matrices, with the axes of the stack.
     - `inputs`: by name, a number that is equal for weights with the same inputs.
     """
 

@@ -246,7 +246,7 @@ def _heads(candidates: Sequence[Candidate], tables: Iterable[tuple[int, ...]]) -
     """The numbers of the layers whose result is as wide as a vocabulary.
 
     A vocabulary is wider than its embeddings. A layer that is repeated in blocks is not a head,
-    even if its width matches by chance. Of the others, the outermost layers are heads.
+    even if its width matches by chance. The outermost layers among the others are heads.
     """
     known = [layer.matrix for layer in candidates if layer.table and layer.matrix]
     sizes = {(width, size) for width, size in known if size > width}
@@ -391,12 +391,12 @@ def _idle(rule: re.Pattern[str], layers: Sequence[Sequence[str]], others: Sequen
     if any(map(rule.search, paths)):
         return (
             f"the rule {rule.pattern!r} decides about no layer, since earlier "
-            "rules match all that it does; put it before them, or remove it."
+            "rules match all of its layers; put it before them, or remove it."
         )
     if found := [path for path in others if rule.search(path)]:
         return (
             f"the rule {rule.pattern!r} matches no layer that can be quantized, only parameters "
-            f"that no such layer holds: {some(found)}; remove it. The layers are {some(paths)}."
+            f"of no such layer: {some(found)}; remove it. The layers are {some(paths)}."
         )
     return (
         f"the rule {rule.pattern!r} matches no layer; correct or remove it. "

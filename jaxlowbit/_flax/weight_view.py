@@ -60,8 +60,8 @@ class WeightView:
         """
         if (kernel.k, kernel.n) != equation.matrix_shape:
             raise ValueError(
-                f"A device holds a part {kernel.shape} of a raw parameter whose matrix is "
-                f"{equation.matrix_shape}, as inside jax.shard_map, where the code sees all of it; "
+                f"A device has a part {kernel.shape} of a raw parameter whose matrix is "
+                f"{equation.matrix_shape}, as inside jax.shard_map, but its code needs the whole; "
                 "let jax.jit divide the product, on a mesh with Auto axes, or keep it in floats."
             )
         lead = kernel.shape[: kernel.ndim - equation.matrix_ndim]

@@ -132,5 +132,5 @@ def check_sizes(
     if prompt_tokens + new_tokens > config.context:
         raise ValueError(
             f"bench: new_tokens is {new_tokens}, but with {prompt_tokens} of the prompt the "
-            f"context holds {config.context} tokens; use {config.context - prompt_tokens} or fewer."
+            f"context has {config.context} tokens; use {config.context - prompt_tokens} or fewer."
         )

@@ -48,7 +48,7 @@ class Conversation:
         if len(tokens) >= self._context:
             raise ValueError(
                 f"the line has {len(tokens)} tokens with the template and the system message, but "
-                f"the context holds {self._context} with the reply; write a shorter one."
+                f"the context has {self._context}, with the reply; write a shorter one."
             )
         self._turns = turns[dropped:]
         return tokens, dropped

@@ -105,7 +105,7 @@ class Decoder(nnx.Module):
             block.lhs_min_rows = self.lhs_min_rows
 
     def _rows_in_8_bits(self, mesh: jax.sharding.Mesh | None) -> int:
-        """The minimum number of rows at which all products of the blocks are faster in 8 bits."""
+        """The minimum number of rows that makes all products of the blocks faster in 8 bits."""
         device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
         if self.lhs_qtype is None or device.platform != "gpu":
             return 1

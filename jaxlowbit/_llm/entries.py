@@ -86,7 +86,7 @@ _FEATURES = (
     ),
     _Feature(
         "clip_qkv use_qk_norm qk_norm qk_layernorm attention_sinks",
-        "the attention of the decoder here has it only where the architecture always does",
+        "the decoder here has it only for architectures that always use it",
     ),
     _Feature(
         "alibi use_alibi no_rope_layers rope_interleave rope_interleaved use_mrope",

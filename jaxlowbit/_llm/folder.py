@@ -24,7 +24,7 @@ def check_folder(folder: Path) -> None:
     if not there("config.json"):
         if files := there("*.gguf"):
             raise ValueError(
-                f"{folder} holds GGUF files and no config.json; name a file, such as "
+                f"{folder} contains GGUF files and no config.json; name a file, such as "
                 f"{folder / files[0]}."
             )
         if found := there("params.json"):
@@ -34,7 +34,7 @@ def check_folder(folder: Path) -> None:
             )
         if found := sorted(folder.glob("snapshots/*/config.json")):
             raise ValueError(
-                f"{folder} is an entry of the cache of huggingface_hub, which holds the model's "
+                f"{folder} is an entry of the cache of huggingface_hub, which contains the model's "
                 f"folder further down; name {found[0].parent}."
             )
     if not there("*.safetensors") and not there("model.safetensors.index.json"):

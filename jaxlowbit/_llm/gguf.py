@@ -181,7 +181,7 @@ _OPTIONS: dict[str, Callable[[Any], dict[str, Any]]] = {
 
 
 def _options(known: Metadata, names: Gguf, sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a `Config` set by keys that only some architectures read; 0 turns them off."""
+    """The fields of a `Config` set by keys that only some architectures read; 0 disables them."""
     found: dict[str, Any] = {}
     for key in sorted(names.reads & _OPTIONS.keys()):
         if value := known.get(key, "a number"):
@@ -477,7 +477,7 @@ def _check(file: File, tensor: Tensor, shape: tuple[int, ...]) -> None:
             f"{', '.join(FLOATS)}; convert the model again."
         )
     raise ValueError(
-        f"{file.where(tensor)} is {tensor.kind}, whose values no format here holds. "
+        f"{file.where(tensor)} is {tensor.kind}, which no format here represents. "
         "Quantize the model to one of "
         f"{', '.join([*ggml_types.TYPES, *FLOATS])}, such as by llama.cpp's llama-quantize."
     )

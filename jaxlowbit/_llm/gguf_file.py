@@ -73,7 +73,7 @@ class File:
             if self.size < 24:
                 raise ValueError(
                     f"{self.path}: the file has {self.size} bytes, but the header of a GGUF file "
-                    f"alone has 24; {AGAIN}."
+                    f"has 24; {AGAIN}."
                 )
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         header = _Header(self.path, self._map)
@@ -302,8 +302,8 @@ class _Header:
             return [self._text(key) for _ in range(count)]
         if kind not in _SCALARS:
             raise ValueError(
-                f"{self.path}: {key!r} is an array of type {kind}, but arrays hold numbers, truth "
-                f"values or strings; {AGAIN}."
+                f"{self.path}: {key!r} is an array of type {kind}, but its elements must be "
+                f"numbers, truth values or strings; {AGAIN}."
             )
         dtype = np.dtype("?" if kind == 7 else _SCALARS[kind])
         count = self._count("<Q", f"the length of {key!r}", dtype.itemsize)
@@ -328,7 +328,7 @@ class _Header:
         if count * least > len(self.data) - self.at:
             raise ValueError(
                 f"{self.path}: {what} is {count}, which the remaining {len(self.data) - self.at} "
-                f"bytes of the file do not hold; {AGAIN}."
+                f"bytes of the file do not fit; {AGAIN}."
             )
         return count
 

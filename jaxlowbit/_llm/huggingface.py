@@ -333,7 +333,7 @@ def weights_of(folder: Path, config: Config) -> dict[str, Tensor | Matrix]:
 
 
 def lhs_qtype_of(path: Path) -> Any:
-    """The dtype to which a checkpoint rounds inputs of quantized matrices, or None.
+    """The dtype of a checkpoint's quantized activations, or None.
 
     **Raises:** `ValueError` if it differs between matrices.
     """

@@ -214,7 +214,8 @@ def export(
     - `model`: from `load` of a file of the same kind, whose metadata and tokenizer are copied.
     - `path`: the file or folder, which gets its name when it is complete.
     - `kind`: `"gguf"`, a GGUF file for llama.cpp; or `"compressed-tensors"`, a folder in the format
-      `pack-quantized` for transformers and vLLM, in which a quantized embedding becomes float32.
+      `pack-quantized` for transformers and vLLM. It has no quantized embedding: that becomes
+      float32.
     - `overwrite`: whether to replace an existing target.
     - `progress`: whether to show a progress bar.
 

@@ -222,7 +222,7 @@ def _state(
     cache: Any = kept.cache
     if n > 1:
         cache, logits = repeated(cache, logits, n)
-    # On the devices on which `decode` leaves them, so that the first call needs no other program.
+    # On the devices that `decode` leaves them on, so that the first call needs no other program.
     return State(
         cache,
         logits,

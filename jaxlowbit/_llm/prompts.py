@@ -46,7 +46,7 @@ def batch(
         tokens = encoded(model, prompt, f"{caller}: {name}", template_options)
         if len(tokens) >= model.config.context:
             raise ValueError(
-                f"{caller}: {name} has {len(tokens)} tokens, but the context holds "
+                f"{caller}: {name} has {len(tokens)} tokens, but the context has "
                 f"{model.config.context} with what is generated; shorten it."
             )
         found.append(tokens)

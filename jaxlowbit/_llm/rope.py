@@ -42,7 +42,7 @@ def rotate(x: Array, rotation: tuple[Array, Array], pairs: str) -> Array:
     """Rotates the pairs of x (..., heads, head_size), in float32, rounded to the dtype of x.
 
     A pair is two `"neighbours"`, 2i and 2i + 1, or element i of both `"halves"`, among the elements
-    for which the rotation has cosines; the others do not change.
+    that have cosines in `rotation`; the others do not change.
     """
     cos, sin = rotation
     if (size := 2 * cos.shape[-1]) < x.shape[-1]:

@@ -44,7 +44,7 @@ def rotation_of(
         if parameters and not _nested(parameters):
             raise ValueError(
                 f"'rope_parameters' has no entry {' or '.join(_KINDS)}, but the two kinds of "
-                "layers of this architecture turn differently; correct config.json."
+                "layers of this architecture have different rotations; correct config.json."
             )
         full = (parameters.get(_KINDS[0]) or {}) | scaling
         sliding = parameters.get(_KINDS[1]) or {}
@@ -61,8 +61,8 @@ def rotation_of(
         sliding_base = base
     if unknown := [kind for kind in parameters if _nested(parameters) and kind not in _KINDS]:
         raise ValueError(
-            f"'rope_parameters' has the entry {unknown[0]!r} beside {' and '.join(_KINDS)}; "
-            "correct config.json."
+            f"'rope_parameters' has the entry {unknown[0]!r}, which must be one of "
+            f"{' and '.join(_KINDS)}; correct config.json."
         )
     found, sentences = _rotation(known, names, full, base)
     fields: dict[str, Any] = {
@@ -77,8 +77,8 @@ def rotation_of(
         sentences += more
         if other != found and other.scaling is not None:
             raise ValueError(
-                "the rotation of layers with a window is scaled otherwise than that of the "
-                "others, but the decoder here scales only global layers; use another model."
+                "the rotations of layers with and without a window are scaled differently, but "
+                "the decoder here scales only global layers; use another model."
             )
         if other != found:
             fields["local_rope_base"] = other.base

@@ -43,7 +43,7 @@ _FILES = (
     "additional_chat_templates",
     "generation_config.json",
 )
-"""Files of a Hugging Face folder from which tokenizer and generation are read."""
+"""Files of a Hugging Face folder with its tokenizer and settings of generation."""
 _LISTS = {
     "qkv": ("q", "k", "v"),
     "biases": ("q_bias", "k_bias", "v_bias"),

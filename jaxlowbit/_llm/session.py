@@ -14,7 +14,7 @@ class Session:
 
     A call reads only the tokens after the longest prefix that its prompt shares with the prompt and
     the generated tokens of the previous call. A chat therefore reads only the new messages of each
-    turn. Results equal those of `generate` up to the rounding of sums in another order.
+    turn. Results equal `generate`'s up to the rounding of sums in another order.
 
     The cache grows with the conversation, in powers of two up to the context. A call that raises,
     and a stream that is closed or interrupted, leave the session usable. A session runs one

@@ -119,7 +119,8 @@ class Tokenizer:
         """The tokens of a conversation, rendered with the template in the file.
 
         The template runs in Jinja's sandbox. It writes the names of control tokens itself,
-        including `bos`, so none is added. The same names in messages become tokens as well.
+        including `bos`, so none is added. Names of control tokens in messages become tokens as
+        well.
 
         **Arguments:**
 

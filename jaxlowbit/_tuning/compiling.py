@@ -51,7 +51,7 @@ def _run(options: argparse.Namespace) -> int:
             raise ValueError(f"--format {format_name(format)}: {reason}.")
     sources = [source for source in (options.checkpoint, options.shapes) if source]
     if len(sources) > 1 or not (sources or formats):
-        raise ValueError("name a checkpoint, --shapes with --format, or --format alone.")
+        raise ValueError("name a checkpoint, --shapes with --format, or only --format.")
     if sources:
         weights = find(sources[0], formats, str(floats))
         wanted = _of_weights(weights, dtype, tokens, device, options.transposed)

@@ -95,7 +95,7 @@ def add_tune(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], 
 def _run(options: argparse.Namespace) -> None:
     sources = [source for source in (options.checkpoint, options.shapes) if source is not None]
     if len(sources) != (0 if options.show else 1):
-        raise ValueError("name a checkpoint, or --shapes, or --show alone.")
+        raise ValueError("name a checkpoint, --shapes, or only --show.")
     if options.show:
         paths = [options.out] if options.out else [*tables.files(), *tables.shipped()]
         if not paths:

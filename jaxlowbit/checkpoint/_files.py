@@ -137,7 +137,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # from JSON and from UTF-8
         raise ValueError(f"{path} is no JSON ({error}); {AGAIN}.") from None
     if not isinstance(found, dict):
-        raise ValueError(f"{path} holds {type(found).__name__}, but an object belongs there.")
+        raise ValueError(f"{path} contains {type(found).__name__}, but it must be an object.")
     return found
 
 
@@ -181,7 +181,8 @@ def _read_shards(path: Path, index: Path) -> tuple[dict[str, Tensor], dict[str, 
         raise ValueError(f"{index} has no 'weight_map' of tensors to files; {AGAIN}.")
     if outside := [x for x in places.values() if not _is_file_name(x)]:
         raise ValueError(
-            f"{index} names the file {brief(outside[0])}, but shards lie beside it; {AGAIN}."
+            f"{index} names the file {brief(outside[0])}, but shards must be in the same "
+            f"folder; {AGAIN}."
         )
     found: dict[str, Tensor] = {}
     metadata: dict[str, str] = {}

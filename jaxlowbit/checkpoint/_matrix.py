@@ -31,7 +31,7 @@ class Matrix:
     - `permutation`: None, or the stored order of the input features, int32 (in,)
       (`permutations.of_groups`).
     - `tensor_scale`: the factor of all weights, for a format with a tensor scale.
-    - `activation_dtype`: None, or the dtype to which the checkpoint's library rounds inputs, with a
+    - `activation_dtype`: None, or the dtype that the checkpoint's library rounds inputs to, with a
       scale per token.
     - `stack`: None, or the number of matrices.
     - `share`: its share of the tensors' bytes.
@@ -94,8 +94,8 @@ class Matrix:
         """
         if self.format is None:
             raise ValueError(
-                f"no format holds it exactly: {self.reason}; pass requantize= with a format, such "
-                "as 'int8', which rounds it."
+                f"no format represents it exactly: {self.reason}; pass requantize= with a format, "
+                "such as 'int8', which rounds it."
             )
         rows, parts = self.shape[0], []
         for i in range(self.stack or 1):

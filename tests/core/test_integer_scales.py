@@ -153,9 +153,9 @@ def test_kernels_that_read_two_levels():
 
 
 def test_unsupported_files_raise():
-    with pytest.raises(ValueError, match="scale='int8' beside bits=8, but integers as scales mult"):
+    with pytest.raises(ValueError, match="scale='int8' with bits=8, but integer scales are for"):
         Format(8, 64, scale="int8")
-    with pytest.raises(ValueError, match="scale='int8' beside a codebook"):
+    with pytest.raises(ValueError, match="scale='int8' with a codebook"):
         Format(4, 64, codebook="nf4", scale="int8")
     values, scale = jnp.zeros((64, 8), jnp.int4), jnp.full((1, 8), 17, jnp.int8)
     pack = functools.partial(QuantizedArray.from_integers, values, format=FORMAT)

@@ -260,15 +260,11 @@ def test_from_integers_matches_its_documentation():
 
 
 def test_unsupported_files_raise():
-    with pytest.raises(
-        ValueError, match="group_size=48 beside scale='two_level', but a super-block"
-    ):
+    with pytest.raises(ValueError, match="group_size=48 with scale='two_level', but a super-block"):
         Format(4, 48, scale="two_level")
-    with pytest.raises(ValueError, match="group_size=-1 beside scale='two_level'"):
+    with pytest.raises(ValueError, match="group_size=-1 with scale='two_level'"):
         Format(4, scale="two_level")
-    with pytest.raises(
-        ValueError, match="zero='integer' beside scale='two_level', whose zeros are"
-    ):
+    with pytest.raises(ValueError, match="zero='integer' with scale='two_level', whose zeros must be"):
         Format(4, 32, "integer", scale="two_level")
     values, scale = jnp.zeros((256, 8), jnp.uint8), jnp.ones((8, 8), jnp.int8)
     floats = jnp.ones((1, 8))

@@ -218,7 +218,7 @@ def test_parameters_are_divided_over_a_mesh():
         np.testing.assert_allclose(run(state, x), floats(x), atol=1e-3)
         specs = (nnx.get_partition_spec(state), jax.P())
         inside = jax.shard_map(run, in_specs=specs, out_specs=jax.P(), check_vma=False)
-        with pytest.raises(ValueError, match=r"^A device holds a part .* inside jax\.shard_map"):
+        with pytest.raises(ValueError, match=r"^A device has a part .* inside jax\.shard_map"):
             inside(state, x)
 
 

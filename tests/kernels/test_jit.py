@@ -472,7 +472,7 @@ def test_kernels_of_the_build_are_not_compiled(compiler, capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "name a checkpoint, --shapes with --format, or --format alone"),
+        ([], "name a checkpoint, --shapes with --format, or only --format"),
         (["--format", "int2", "--dtype", "int4"], "--dtype int4: name one of"),
         (["--format", "int2", "--dtype", "int8"], "--format int2-g128: the kernels multiply int8"),
         (

@@ -397,7 +397,7 @@ def test_weights_of_a_checkpoint(tmp_path):
         ("nowhere", {}, "nowhere is no checkpoint; name a .safetensors file"),
         ([(64, 64)], {"tokens": [0]}, r"0 is no number of tokens; name some from 1"),
         ([(64, 64)], {"tokens": []}, "there are no numbers of tokens"),
-        ([(64, 64)], {"dtype": "float32"}, "there are choices for bfloat16 and float16 alone"),
+        ([(64, 64)], {"dtype": "float32"}, "there are choices for bfloat16 and float16"),
         ([(64, 64)], {"format": MXFP8}, "tables are for integers with scales of 16 or 32"),
         (
             {"w": quantize(jnp.ones((64, 64)), MXFP8)},
@@ -413,7 +413,7 @@ def test_errors(arguments, options, said):
 
 def test_errors_of_the_command(capsys):
     for arguments, said in (
-        ([], "name a checkpoint, or --shapes, or --show alone"),
+        ([], "name a checkpoint, --shapes, or only --show"),
         (["--shapes", "64", "--tokens", "1"], "jaxlowbit tune: '64' is no shape"),
         (["--shapes", "64x64", "--format", "nf5"], "'nf5' names no format"),
     ):

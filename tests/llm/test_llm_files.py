@@ -327,7 +327,7 @@ def test_tensors_raise(tmp_path):
         ),
         (
             stored | {name: ("I8", np.zeros((256, 256), np.int8))},
-            "'blk.1.ffn_up.weight' is I8, whose values no format here holds. Quantize the model",
+            "'blk.1.ffn_up.weight' is I8, which no format here represents. Quantize the model",
         ),
         (
             stored | {name.replace("weight", "scale"): ("F32", np.ones(1, np.float32))},

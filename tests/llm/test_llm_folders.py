@@ -169,7 +169,7 @@ def test_folders_raise(tmp_path):
     index = folder / "model.safetensors.index.json"
     file.unlink()
     index.write_text('{"weight_map": {"lm_head.weight": "../model.safetensors"}}')
-    refused("names the file '../model.safetensors', but shards lie beside it")
+    refused("names the file '../model.safetensors', but shards must be in the same folder")
     index.unlink()
     wrong = weights | {"lm_head.weight": np.ones(weights["lm_head.weight"].shape, np.int32)}
     model_files.write_folder(folder, config, wrong)

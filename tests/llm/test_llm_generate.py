@@ -295,7 +295,7 @@ def test_options_out_of_range_are_named(options):
         ([3, 160], "token 160 .*, but tokens are from 0 to 159"),
         ([-1], "token -1"),
         ([PROMPT, [200]], "prompt 1 has token 200"),
-        (PROMPT * 13, "273 tokens, but the context holds 256"),
+        (PROMPT * 13, "273 tokens, but the context has 256"),
     ],
 )
 def test_invalid_prompts_raise(prompt, sentence):

@@ -440,7 +440,7 @@ def test_other_rotations_raise(entries, match, tmp_path):
 @pytest.mark.parametrize(
     ("entries", "match"),
     [
-        ({"rope_parameters": {"rope_theta": 5e5}}, "turn differently; correct config.json"),
+        ({"rope_parameters": {"rope_theta": 5e5}}, "have different rotations; correct config.json"),
         (
             {"rope_parameters": NESTED | {"sliding_attention": {"type": "linear", "factor": 2.0}}},
             "scales only global layers",

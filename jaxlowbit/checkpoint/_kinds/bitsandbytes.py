@@ -182,7 +182,9 @@ def _state(packed: Tensor) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # from JSON and from UTF-8
         raise ValueError(f"{packed.where} is no JSON ({error}); {AGAIN}.") from None
     if not isinstance(found, dict):
-        raise ValueError(f"{packed.where} holds {brief(found)}, but it must be an object; {AGAIN}.")
+        raise ValueError(
+            f"{packed.where} contains {brief(found)}, but it must be an object; {AGAIN}."
+        )
     return found
 
 
