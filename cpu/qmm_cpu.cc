@@ -85,6 +85,21 @@ std::vector<const CpuClone*> RunnableCpuClones() {
   return clones;
 }
 
+std::string UnsupportedInt8(const QuantizedMatmul& problem, std::string_view isa) {
+  if (isa != "amx" && isa != "vnni") return "this CPU has no AVX-512 VNNI";
+  if (problem.lhs != ElementType::kInt8) {
+    return std::string("its kernels take quantized activations of int8, these are ") +
+           kElementTypeNames[static_cast<int>(problem.lhs)];
+  }
+  if (problem.codebook != Codebook::kNone || Is8Bit(problem.scale)) {
+    return "with int8 its kernels read integers with scales of 16 or 32 bits";
+  }
+  if (isa == "amx" && problem.m > kMaxInt8RowsWithAmx) {
+    return "AMX multiplies more rows faster in bfloat16";
+  }
+  return "";
+}
+
 CpuCodebook::CpuCodebook(const float* from, int bits) {
   for (size_t i = 0; i < std::size(numbers); ++i) {
     const float number = numbers[i] = from[i % (1 << bits)];

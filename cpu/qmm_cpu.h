@@ -7,6 +7,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
+#include <string_view>
 #include <vector>
 
 #include "cpu/attend_cpu.h"
@@ -106,6 +108,12 @@ extern const CpuClone kClone;
 // The clones in this binary that this machine can run, best first. JAXLOWBIT_CPU_ISA names the best one to consider;
 // better ones are left out.
 std::vector<const CpuClone*> RunnableCpuClones();
+
+// Maximum M for int8 by VNNI to be as fast as bfloat16 by AMX.
+inline constexpr int64_t kMaxInt8RowsWithAmx = 1;
+
+// Returns "" if the clone for `isa` multiplies int8 activations, faster than bfloat16; else the reason.
+std::string UnsupportedInt8(const QuantizedMatmul& problem, std::string_view isa);
 
 class CpuMatmul {
  public:

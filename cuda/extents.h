@@ -72,7 +72,7 @@ inline Extent OutExtent(const QuantizedMatmul& p, const Buffers& b) {
 
 // Everything that a product reads, except a residual at exactly the address of out: the thread that overwrites an
 // element of such a residual also reads it.
-inline std::array<Extent, 10> OperandExtents(const QuantizedMatmul& p, const Buffers& b) {
+inline std::array<Extent, 12> OperandExtents(const QuantizedMatmul& p, const Buffers& b) {
   const Epilogue& e = p.epilogue;
   const int64_t weights = p.batch * p.weights_per_element();
   const bool in_place = b.residual == b.out && e.residual == p.out;
@@ -85,7 +85,9 @@ inline std::array<Extent, 10> OperandExtents(const QuantizedMatmul& p, const Buf
           ZeroExtent(p, b),
           PermutationExtent(p, b),
           or_none(b.index, weights * 4),
-          or_none(b.bias, weights * p.n * SizeOf(e.bias)),
+          or_none(b.group_sizes, p.groups_of_rows * 4),
+          or_none(b.group_offset, 4),
+          or_none(b.bias, p.biases() * p.n * SizeOf(e.bias)),
           or_none(in_place ? nullptr : b.residual, p.batch * p.m * p.n * SizeOf(e.residual)),
           LhsScaleExtent(p, b),
           UnitExtent(p, b)};

@@ -166,6 +166,7 @@ LaunchLimits LimitsOf(const QuantizedMatmul& problem) {
 // pieces.
 std::vector<Operands> LaunchesOf(const Operands& product, int64_t workspace_bytes) {
   const QuantizedMatmul& p = product.problem;
+  if (p.is_ragged()) return {product};  // its tiles are blocks of rows
   const LaunchLimits limits = LimitsOf(p);
   const int64_t to_copy = RowsToCopy(product, workspace_bytes);
   const int64_t max_rows = std::min(limits.rows, to_copy);

@@ -44,6 +44,13 @@ struct QuantizedMatmul {
   constexpr int64_t n_blocks() const { return CeilDiv(n, kAtom); }
   // Weights that one batch element multiplies; strips (64 output channels) of all these weights.
   constexpr int64_t weights_per_element() const { return epilogue.gated ? 2 : 1; }
+  constexpr bool is_ragged() const { return groups_of_rows > 0; }
+  // Weights, or gated pairs, of a ragged product.
+  constexpr int64_t experts() const { return num_weights / weights_per_element(); }
+  // Rows of a bias.
+  constexpr int64_t biases() const {
+    return is_ragged() ? num_weights : batch * weights_per_element();
+  }
   constexpr int64_t strips() const { return weights_per_element() * n_blocks(); }
   constexpr int64_t k_blocks() const { return CeilDiv(k, kAtom); }
   constexpr int64_t groups() const {
@@ -104,6 +111,10 @@ constexpr int64_t GroupSize(int64_t size, int64_t k, ElementType scale) {
   return size >= CeilDiv(k, kAtom) * kAtom ? -1 : size;
 }
 
+// Ragged: row r of lhs belongs to group g, whose rows follow those of group g - 1, and multiplies weight g - offset
+// (gated: of the gate, and weight experts + g - offset of up). Rows of groups without a weight, and rows behind the last
+// group, are zero in the result.
+//
 // Buffers of one call. `zero`, `unit`, `index`, `bias` and `residual` may be null. A null index selects weight b for
 // batch element b, or weight 0 if there is only one. With permuted parts, stored row r of a part is row
 // `permutation[r]` of that part, clamped to the part; a kernel that does not gather lhs itself reads `gathered`, lhs in
@@ -120,7 +131,9 @@ struct Buffers {
   const void* zero = nullptr;            // [num_weights, n_blocks, scale_rows, 64]
   const float* unit = nullptr;           // [num_weights, epilogue.units], tensor or channel scales; null: 1
   const int32_t* index = nullptr;        // [batch * weights_per_element] (WeightNumber)
-  const void* bias = nullptr;            // [batch * weights_per_element, n]
+  const int32_t* group_sizes = nullptr;  // [groups_of_rows]
+  const int32_t* group_offset = nullptr; // [1], the group of the first weight; null: 0
+  const void* bias = nullptr;            // [biases, n]
   const void* residual = nullptr;        // as out
   const int32_t* permutation = nullptr;  // [permuted_parts, k / permuted_parts]
   const float* codebook = nullptr;       // [2^bits] in memory of the host; null: integers

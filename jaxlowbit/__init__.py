@@ -13,6 +13,8 @@ from ._composite.block import quantized_block as quantized_block
 from ._composite.glu import quantized_glu as quantized_glu
 from ._composite.matmuls import quantized_matmuls as quantized_matmuls
 from ._composite.mlp import quantized_mlp as quantized_mlp
+from ._composite.moe import quantized_moe as quantized_moe
+from ._composite.ragged_dot import quantized_ragged_dot as quantized_ragged_dot
 from ._core import exporting as _exporting
 from ._core.activations import QuantizedActivations as QuantizedActivations
 from ._core.activations import quantize_activations as quantize_activations

@@ -299,8 +299,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs can be lowered for CUDA, also by a build without its kernels."""
     from jaxlowbit._backends import extension
 
-    monkeypatch.setattr(extension, "unavailable", lambda platform: None)
-    monkeypatch.setattr(extension, "uncompiled", lambda *product, **how: None)
+    monkeypatch.setattr(extension, "UNAVAILABLE", {"cpu": None, "cuda": None})
+    monkeypatch.setattr(extension, "no_compiler", lambda what: None)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

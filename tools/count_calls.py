@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
+from unittest import mock
 
 ROOT = Path(__file__).parents[1]
 ROWS = (1, 512)
@@ -129,23 +130,12 @@ def count_python(rows: int) -> Counted:
     def lower() -> None:
         jax.jit(lambda x, q: x @ q).trace(lhs, weight).lower(lowering_platforms=("cuda",))
 
-    # A build without kernels lowers as one with them does.
-    names = ("unavailable", "uncompiled") if extension.unavailable("cuda") else ()
-    asked = {name: getattr(extension, name) for name in names}
     _forget()
-    try:
-        for name, function in asked.items():
-            setattr(extension, name, functools.partial(_without_reason, function))
+    # A build without kernels lowers as one with them does.
+    with mock.patch.dict(extension.UNAVAILABLE, cuda=None):
         found, depth = python_calls(lower, package)
-    finally:
-        for name, function in asked.items():
-            setattr(extension, name, function)
     functions = [_python_function(code, package) for code in found]
     return Counted("Python, trace and lower", rows, depth, functions)
-
-
-def _without_reason(function: Callable[..., Any], *arguments: Any, **options: Any) -> None:
-    function(*arguments, **options)
 
 
 def _forget() -> None:

@@ -67,9 +67,9 @@ def about() -> dict[str, Any]:
     import jax
 
     import jaxlowbit
-    from jaxlowbit._backends.extension import build_info, ffi
+    from jaxlowbit._backends.extension import BUILD, ffi
 
-    device, build = jax.devices()[0], build_info()
+    device, build = jax.devices()[0], BUILD
     found = {
         "platform": device.platform,
         "jax": jax.__version__,

@@ -93,10 +93,10 @@ def environment() -> Line:
     import jax
 
     import jaxlowbit
-    from jaxlowbit._backends.extension import build_info
+    from jaxlowbit._backends.extension import BUILD
 
     device = jax.devices()[0]
-    cpu = f"CPU ({build_info()['cpu_isa'][0]})"
+    cpu = f"CPU ({BUILD['cpu_isa'][0]})"
     return {
         "device": cpu if device.platform == "cpu" else device.device_kind,
         "jax": jax.__version__,

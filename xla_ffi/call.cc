@@ -86,6 +86,12 @@ std::string FieldError(const QuantizedMatmul& p) {
 
 // Returns the error in the sizes of a product that are not symbolic, or "".
 std::string SizeError(const QuantizedMatmul& p, bool has_index) {
+  if (p.is_ragged()) {
+    if (p.batch != 1 || has_index || p.transposed || p.permuted_parts > 0) {
+      return "a ragged product has no batch, index, permutation or transposition.";
+    }
+    return p.num_weights % p.weights_per_element() == 0 ? "" : "gated weights come in pairs.";
+  }
   const int64_t asked = p.batch * p.weights_per_element();
   if (!has_index && p.num_weights != 1 && p.num_weights != asked) {
     return "packed holds " + std::to_string(p.num_weights) + " weights for " +
@@ -338,11 +344,24 @@ ffi::Error Call::Read(Product* product, Operands* found) const {
                  &b.index);
   }
   if (error.success()) {
+    error = read({"group_sizes",
+                  at.group_sizes,
+                  p.is_ragged(),
+                  Type::S32,
+                  {p.groups_of_rows},
+                  "groups_of_rows"},
+                 &b.group_sizes);
+  }
+  if (error.success()) {
+    const bool given = p.is_ragged() && at.group_offset != 0;
+    error = read({"group_offset", at.group_offset, given, Type::S32, {1}, "1"}, &b.group_offset);
+  }
+  if (error.success()) {
     error = read({"permutation", at.permutation, permuted, Type::S32, {p.k}, "k"}, &b.permutation);
   }
   if (error.success()) {
     error = read(
-        {"bias", at.bias, at.bias != 0, TypeOf(p.epilogue.bias), {weights * p.n}, "weights * n"},
+        {"bias", at.bias, at.bias != 0, TypeOf(p.epilogue.bias), {p.biases() * p.n}, "weights * n"},
         &b.bias);
   }
   if (error.success()) {

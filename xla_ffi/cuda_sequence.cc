@@ -41,7 +41,7 @@ std::vector<int64_t> PlacesRead(const Call& call, const Step& step) {
       for (int64_t i = step.first; i < step.first + step.count; ++i) {
         const Places& at = call.products[i].places;
         for (int64_t place : {at.lhs, at.packed, at.scale, at.zero, at.unit, at.index,
-                              at.permutation, at.bias, at.residual, at.lhs_scale}) {
+                              at.group_sizes, at.group_offset, at.permutation, at.bias, at.residual, at.lhs_scale}) {
           if (place != 0) places.push_back(place);
         }
       }

@@ -164,6 +164,24 @@ std::string Unsupported(const std::vector<int64_t>& product, int compute_capabil
   return Supports(FindKernel(kernel), problem, device).reason;
 }
 
+// What the kernels of a product are compiled for where they run: "codebooks"; "" if every GPU has a prebuilt one.
+std::string CompiledFor(const std::vector<int64_t>& product) {
+  const QuantizedMatmul problem = ProductOf(product);
+  if (Is8Bit(problem.lhs)) return "8-bit activations";
+  if (problem.codebook != Codebook::kNone) return "codebooks";
+  if (Is8Bit(problem.scale)) return "8-bit scales";
+  if (!IsPrebuiltFormat(Family::kSm80, problem)) return std::to_string(problem.bits) + " bits";
+  if (problem.scale_accumulators) return "float32 lhs";
+  return problem.transposed ? "transposed products" : "";
+}
+
+// Maximum bytes of the partial sums of a product; any size that is not known is -1.
+int64_t PartialSumsBytes(const std::vector<int64_t>& product) {
+  const QuantizedMatmul p = ProductOf(product);
+  if (p.batch < 0 || p.m < 0) return kMaxWorkspaceBytes;
+  return MaxPartialSumsBytes(p.batch * p.weights_per_element() * p.m, p.out_columns());
+}
+
 // The choices worth measuring, the cost model's first; empty if no kernel supports the problem.
 nb::list ListCandidates(const SelectionQuery& query) {
   const auto& [problem, device, device_name, workspace_bytes] = query;
@@ -176,27 +194,8 @@ nb::list ListCandidates(const SelectionQuery& query) {
   return candidates;
 }
 
-using ProblemFields =  // m, n, k, bits, group_size, type of lhs, whether scales are float32, zero
-    std::tuple<int64_t, int64_t, int64_t, int, int64_t, std::string, bool, std::string>;
 using ChoiceFields = std::tuple<std::string, int, int, int, int, int>;
-using EntryFields = std::tuple<ProblemFields, ChoiceFields, int64_t>;  // TunedEntry
-
-QuantizedMatmul ProblemOf(const ProblemFields& fields) {
-  const auto& [m, n, k, bits, group_size, lhs, float32_scale, zero] = fields;
-  QuantizedMatmul problem;
-  problem.m = m, problem.n = n, problem.k = k;
-  problem.bits = bits;
-  problem.lhs = lhs == "float16"         ? ElementType::kF16
-                : lhs == "int8"          ? ElementType::kInt8
-                : lhs == "float8_e4m3fn" ? ElementType::kE4m3
-                                         : ElementType::kBf16;
-  problem.out = problem.floats();
-  problem.scale = float32_scale ? ElementType::kF32 : problem.floats();
-  problem.group_size = GroupSize(group_size, k, problem.scale);
-  if (zero == "integer") problem.zero = ZeroKind::kInteger;
-  if (zero == "float") problem.zero = ZeroKind::kFloat;
-  return problem;
-}
+using EntryFields = std::tuple<std::vector<int64_t>, ChoiceFields, int64_t>;  // TunedEntry
 
 // Evaluates the cost model of a kernel for many choices, to fit its constants (tools/fit_costs.py).
 class CostModel {
@@ -249,7 +248,7 @@ nb::list SetTunedEntries(const std::string& device_name, const std::vector<Entry
     const auto named = std::find(std::begin(kKernelNames), std::end(kKernelNames), kernel);
     std::string reason = "there is no kernel " + kernel;
     if (named != std::end(kKernelNames)) {
-      const QuantizedMatmul problem = ProblemOf(fields);
+      const QuantizedMatmul problem = ProductOf(fields);
       const Choice choice =
           ChoiceOf({named - std::begin(kKernelNames), block_m, split_k, slices, tile, peers});
       reason = Supports(choice, problem, device, kMaxWorkspaceBytes).reason;
@@ -259,12 +258,6 @@ nb::list SetTunedEntries(const std::string& device_name, const std::vector<Entry
   }
   SetTuned(device_name, std::move(accepted));
   return reasons;
-}
-
-Codebook FindCodebook(const std::string& name) {
-  const auto found = std::find(std::begin(kCodebookNames), std::end(kCodebookNames), name);
-  if (found == std::end(kCodebookNames)) throw std::invalid_argument("no codebook " + name);
-  return static_cast<Codebook>(found - std::begin(kCodebookNames));
 }
 
 // Sets queried cluster counts: a row each for 1 and 2 CTAs per multiprocessor, with clusters of 1, 2 and 4 CTAs.
@@ -278,34 +271,18 @@ void SetClusters(const std::vector<std::vector<int>>& clusters, Device* device) 
   }
 }
 
-// Defines a Python function of a SelectionQuery with keyword arguments. `early_start`: QuantizedMatmul::pdl (the name
-// in saved measurements); `aligned`: weights_aligned.
+// Defines a Python function of a SelectionQuery: a product (record.h) and keyword arguments. `early_start`:
+// QuantizedMatmul::pdl (the name in saved measurements); `aligned`: weights_aligned.
 template <typename Function>
 void Define(nb::module_& module, const char* name, Function function) {
   module.def(
       name,
-      [function](int64_t m, int64_t n, int64_t k, int bits, const std::string& codebook,
-                 int64_t group_size, int64_t batch, const std::string& lhs, bool float32_scale,
-                 const std::string& narrow_scale, const std::string& zero, bool scale_accumulators,
-                 bool accumulate_float16, bool transposed, bool gated, bool early_start,
-                 bool aligned, int compute_capability, int num_sms, int shared_bytes_per_sm,
-                 int clock_mhz, int memory_gb_per_s, const std::vector<std::vector<int>>& clusters,
-                 bool compiles, const std::string& device_name, int64_t workspace_bytes) {
-        QuantizedMatmul problem = ProblemOf({m, n, k, bits, group_size, lhs, float32_scale, zero});
-        problem.codebook = FindCodebook(codebook);
-        if (narrow_scale == "e8m0") problem.scale = ElementType::kE8m0;
-        if (narrow_scale == "e4m3") problem.scale = ElementType::kE4m3;
-        if (narrow_scale == "int8") problem.scale = ElementType::kInt8;
-        if (narrow_scale == "super") {
-          problem.scale = ElementType::kSuper;
-          problem.group_size = group_size;
-        }
-        problem.epilogue.gated = gated;
-        problem.batch = batch;
-        problem.num_weights = batch * problem.weights_per_element();
-        problem.scale_accumulators = scale_accumulators;
-        problem.accumulate_float16 = accumulate_float16;
-        problem.transposed = transposed;
+      [function](const std::vector<int64_t>& product, bool early_start, bool aligned,
+                 int compute_capability, int num_sms, int shared_bytes_per_sm, int clock_mhz,
+                 int memory_gb_per_s, const std::vector<std::vector<int>>& clusters, bool compiles,
+                 const std::string& device_name, int64_t workspace_bytes) {
+        QuantizedMatmul problem = ProductOf(product);
+        problem.num_weights = problem.batch * problem.weights_per_element();
         problem.pdl = early_start;
         problem.weights_aligned = aligned;
         Device device = DeviceOf(compute_capability, num_sms, shared_bytes_per_sm);
@@ -315,12 +292,7 @@ void Define(nb::module_& module, const char* name, Function function) {
         SetClusters(clusters, &device);
         return function(SelectionQuery{problem, device, device_name, workspace_bytes});
       },
-      nb::kw_only(), nb::arg("m"), nb::arg("n"), nb::arg("k"), nb::arg("bits") = 4,
-      nb::arg("codebook") = "none", nb::arg("group_size") = 128, nb::arg("batch") = 1,
-      nb::arg("lhs") = "bfloat16", nb::arg("float32_scale") = false, nb::arg("narrow_scale") = "",
-      nb::arg("zero") = "none", nb::arg("scale_accumulators") = false,
-      nb::arg("accumulate_float16") = false, nb::arg("transposed") = false,
-      nb::arg("gated") = false, nb::arg("early_start") = false, nb::arg("aligned") = true,
+      nb::arg("product"), nb::kw_only(), nb::arg("early_start") = false, nb::arg("aligned") = true,
       nb::arg("compute_capability") = 90, nb::arg("num_sms") = 132,
       nb::arg("shared_bytes_per_sm") = kSm90SharedBytesPerSm, nb::arg("clock_mhz") = 0,
       nb::arg("memory_gb_per_s") = 0, nb::arg("clusters") = std::vector<std::vector<int>>(),
@@ -374,11 +346,20 @@ NB_MODULE(_ffi, module) {
         return jaxlowbit::MinRowsFor8Bit(jaxlowbit::ProductOf(product));
       },
       nb::arg("product"));
+  module.def("compiled_for", &jaxlowbit::CompiledFor, nb::arg("product"));
+  module.def(
+      "unsupported_int8_on_cpu",
+      [](const std::vector<int64_t>& product, const std::string& isa) {
+        return jaxlowbit::UnsupportedInt8(jaxlowbit::ProductOf(product), isa);
+      },
+      nb::arg("product"), nb::arg("isa"));
   module.def("codebook", &jaxlowbit::NameCodebook, nb::arg("numbers"));
   module.attr("LAYOUT_VERSION") = jaxlowbit::kLayoutVersion;
   module.attr("MAX_SPLIT_K") = jaxlowbit::kMaxSplitK;
-  module.def("max_partial_sums_bytes", &jaxlowbit::MaxPartialSumsBytes, nb::arg("rows"),
-             nb::arg("columns"));
+  module.attr("MAX_K_OF_8_BITS") = jaxlowbit::kMaxKOf8Bits;
+  module.def("partial_sums_bytes", &jaxlowbit::PartialSumsBytes, nb::arg("product"));
+  module.def("attend_bytes", &jaxlowbit::MaxAttendBytes, nb::kw_only(), nb::arg("batch"),
+             nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_size"), nb::arg("reach"));
   module.attr("MAX_RMS_NORM_COLUMNS") = jaxlowbit::kMaxRmsNormColumns;
   module.attr("MAX_ATTEND_HEAD_SIZE") = jaxlowbit::kMaxAttendHeadSize;
   module.attr("MAX_ATTEND_SHARED") = jaxlowbit::kMaxAttendShared;

@@ -9,6 +9,7 @@
 
 #include "cuda/device/divide.cuh"
 #include "cuda/device/format/codebook.cuh"
+#include "cuda/device/schedule/ragged.cuh"
 #include "cuda/kernels/epilogue.cuh"
 #include "cuda/problem.h"
 
@@ -29,6 +30,11 @@ inline EpilogueParams EpilogueOf(const QuantizedMatmul& problem, const Buffers& 
 
 inline UnitParams UnitsOf(const QuantizedMatmul& problem, const Buffers& buffers) {
   return {buffers.unit, buffers.index, problem.num_weights, problem.epilogue.units};
+}
+
+inline RaggedParams RaggedOf(const QuantizedMatmul& problem, const Buffers& buffers) {
+  return {buffers.group_sizes, buffers.group_offset, static_cast<int>(problem.groups_of_rows),
+          static_cast<int>(problem.experts()), static_cast<int>(problem.m)};
 }
 
 // Entries of a table codebook, repeated to fill the lanes of a warp; unspecified for other codebooks.

@@ -21,6 +21,8 @@ using attend::kMaxSplits;
 using attend::kUnit;
 using attend::Params;
 
+static_assert(kMaxSplits == kMaxAttendSplits);
+
 using KernelFunction = void (*)(Params);
 
 // Bit mask of the devices that have loaded a kernel.

@@ -14,6 +14,7 @@
 #include "cuda/kernels/sm80/select.h"
 #include "cuda/kernels/sm90/select.h"
 #include "cuda/kernels/sm90_stream/select.h"
+#include "cuda/select/ragged.h"
 #include "cuda/select/tuned.h"
 
 namespace jaxlowbit {
@@ -95,9 +96,54 @@ Support SupportsOnHopper(Kernel kernel, const QuantizedMatmul& problem, const De
   return {};
 }
 
+// Rows of the blocks by which Hopper's kernels may compute a ragged product.
+constexpr int kStreamBlocks[] = {8, 16, 32};
+
+// Whether one of Hopper's kernels supports a ragged product. Its instances are compiled where they run.
+Support SupportsRagged(const QuantizedMatmul& problem, const Device& device) {
+  if (problem.batch != 1 || problem.transposed || problem.permuted_parts > 0 ||
+      Is8Bit(problem.lhs) || problem.apply_lhs_scale || problem.experts() < 1) {
+    return {"rows in groups are of 16 bits, and neither batched, transposed nor permuted"};
+  }
+  if (!device.can_compile()) {
+    return {"kernels for rows in groups are compiled where they run, and there is no compiler"};
+  }
+  const QuantizedMatmul blocks = BlocksOf(problem, kStreamBlocks[0]);
+  const Support support = Supports(blocks, device);
+  if (!support) return support;
+  for (Kernel kernel : {Kernel::kQmmSm90Stream, Kernel::kQmmSm90}) {
+    if (Supports(kernel, blocks, device)) return {};
+  }
+  return Supports(Kernel::kQmmSm90, blocks, device);
+}
+
+// The cheapest choice for a ragged product, by the cost of the expected blocks.
+Choice SelectRagged(const QuantizedMatmul& problem, const Device& device) {
+  Choice best;
+  double min_cost = std::numeric_limits<double>::infinity();
+  const auto consider = [&](const Choice& choice, const QuantizedMatmul& blocks) {
+    const double cost = Cost(blocks, device, choice);
+    if (cost >= min_cost) return;
+    min_cost = cost;
+    best = choice;
+  };
+  for (int block_m : kStreamBlocks) {
+    const QuantizedMatmul blocks = BlocksOf(problem, block_m);
+    if (!Supports(Kernel::kQmmSm90Stream, blocks, device)) continue;
+    consider(Configure(Kernel::kQmmSm90Stream, blocks, device, 0), blocks);
+  }
+  for (const Choice& choice : sm90::Choices(problem)) {
+    if (choice.peers > 1 || choice.split_k > 1) continue;
+    const QuantizedMatmul blocks = BlocksOf(problem, choice.block_m);
+    if (Supports(choice, blocks, device, 0)) consider(choice, blocks);
+  }
+  return best;
+}
+
 }  // namespace
 
 Support Supports(const QuantizedMatmul& problem, const Device& device) {
+  if (problem.is_ragged()) return SupportsRagged(problem, device);
   const auto number = [](int64_t value) { return std::to_string(value); };
   if (device.compute_capability < 80) {
     return {"the kernels need compute capability 8.0, this device has " +
@@ -186,6 +232,10 @@ Support Supports(const QuantizedMatmul& problem, const Device& device) {
 }
 
 Support Supports(Kernel kernel, const QuantizedMatmul& problem, const Device& device) {
+  if (problem.is_ragged()) {
+    if (kernel == Kernel::kQmmSm80) return {"its rows have no groups"};
+    return Supports(kernel, BlocksOf(problem, kStreamBlocks[0]), device);
+  }
   Support support = Supports(problem, device);
   if (support && Is8Bit(problem.lhs) && kernel != Kernel::kQmmSm90) {
     return {"it multiplies an lhs of 16 bits"};
@@ -221,6 +271,7 @@ Choice Configure(Kernel kernel, const QuantizedMatmul& problem, const Device& de
 
 Choice Select(const QuantizedMatmul& problem, const Device& device, int64_t workspace_bytes,
               const TunedTable* tuned) {
+  if (problem.is_ragged()) return SelectRagged(problem, device);
   if (tuned != nullptr) {
     const std::optional<Choice> found = tuned->Find(problem);
     if (found && Supports(*found, problem, device, workspace_bytes)) return *found;

@@ -21,7 +21,7 @@ def add_mlp(
     **fields: Any,
 ) -> None:
     """Appends the products of an MLP and the steps that multiply them."""
-    hidden = calls.result((1, calls.at(x).shape[1], gate_up.n), dtype)
+    hidden = calls.result((1, calls.at[x].shape[1], gate_up.n), dtype)
     weights = [stored_weight(weight, dtype) for weight in (gate_up, down)]
     calls.multiply(
         calls.add_product(weights[0], x, hidden, gated=True, activation=activation, **fields)

@@ -15,6 +15,7 @@ import numpy as np
 from jax import Array, lax
 
 from .._core import layout
+from .._core.activations import EXACT, VALUES
 from .._core.array import QuantizedArray
 from .._core.dequantize import of_codes
 from .._core.dtypes import FLOATS
@@ -38,6 +39,10 @@ program exported by another version of the library raises when it runs.
 jax.export.export(jax.jit(lambda x, q: x @ q), disabled_checks=DISABLED_EXPORT_CHECKS)(x, q)
 ```
 """
+
+VERSIONS = {"schema": np.int64(ffi.SCHEMA), "layout_version": np.int64(layout.VERSION)}
+"""Attributes of every call, with the function that errors name as `caller`: the versions that the
+library must have to run it."""
 
 INTERLEAVED = 16
 """Number of columns of 8-bit activations that are interleaved."""
@@ -67,13 +72,27 @@ class Stored:
 
 
 def stored(
-    packed: Array, scale: Array, zero: Array | None, index: Array | None, format: Format
+    packed: Array,
+    scale: Array,
+    zero: Array | None,
+    index: Array | None,
+    format: Format,
+    lhs: Any = None,
 ) -> Stored:
-    """The arrays of a stack with leading axes flattened; 8-bit scales may be given as bits."""
+    """The arrays of a stack with leading axes flattened; 8-bit scales may be given as bits.
+
+    `lhs`: the dtype of lhs, or None to keep the dtype of scales. Kernels read scales (and float
+    zeros) of 8 bits, of the dtype of lhs, or float32, to which others are converted exactly.
+    """
+    if format.scale is not None:
+        scale = of_codes(scale, format)
+    elif lhs is not None and scale.dtype != lhs:
+        scale = scale.astype(jnp.float32)
+        if zero is not None and format.zero == "float":
+            zero = zero.astype(jnp.float32)
     index = None if index is None else index.reshape(-1)
     count = math.prod(packed.shape[:-3])
     packed = packed.reshape(count, *packed.shape[-3:])
-    scale = of_codes(scale, format)
     scale = scale.reshape(count, *scale.shape[-3:])
     zero = None if zero is None else zero.reshape(count, *zero.shape[-3:])
     return Stored(format, packed, scale, zero, None, index)
@@ -81,53 +100,63 @@ def stored(
 
 def stored_weight(weight: QuantizedArray, dtype: jnp.dtype) -> Stored:
     """A weight with its tensor scale as `unit`, for lhs of a dtype."""
-    scale, zero = as_read(weight.scale, weight.zero, weight.format, dtype)
-    arrays = stored(weight.packed, scale, zero, weight.index, weight.format)
+    leaves = weight.packed, weight.scale, weight.zero, weight.index
+    arrays = stored(*leaves, weight.format, dtype)
     if weight.tensor_scale is None:
         return arrays
     channels = weight.tensor_scale.shape[-1:] if weight.format.scales_channels else ()
     return dataclasses.replace(arrays, unit=weight.tensor_scale.reshape(-1, *channels))
 
 
-def as_read(
-    scale: Array, zero: Array | None, format: Format, lhs: jnp.dtype
-) -> tuple[Array, Array | None]:
-    """Scales and float zeros, converted exactly to the dtype that kernels read: 8 bits, the dtype
-    of lhs, or float32."""
-    if format.scale is not None or scale.dtype == lhs:
-        return scale, zero
-    if zero is not None and format.zero == "float":
-        zero = zero.astype(jnp.float32)
-    return scale.astype(jnp.float32), zero
+def record(format: Format, lhs: Any, scale: Any, **fields: Any) -> list[int]:
+    """Encodes a product (`cuda/product.def`), by default one row times an atom.
+
+    - `lhs`: the dtype of lhs.
+    - `scale`: the dtype of scales of 16 or 32 bits.
+    - `fields`: further fields and places (groups above 2^62 are equivalent).
+    """
+    own = {
+        "m": 1,
+        "n": layout.ATOM,
+        "k": layout.ATOM,
+        "bits": format.bits,
+        "group_size": min(format.group_size, 2**62),
+        "codebook": "none" if format.codebook is None else ffi.codebook(format.values),
+        "zero": format.zero,
+        "lhs": str(lhs),
+        "scale": str(scale if format.scale is None else format.scale_dtype),
+        "out": str(EXACT if lhs in VALUES else lhs),
+    }
+    return ffi.product(**own | fields)
 
 
+@dataclasses.dataclass
 class Call:
-    """A custom call under construction.
+    """A custom call under construction, with the function that errors name.
 
     A place identifies a buffer: `operand` and `result` return places, products and steps take them.
+    `at` contains the array, or the shape and dtype, at each place.
     """
 
-    def __init__(self, caller: str) -> None:
-        self._caller = caller
-        self._operands: list[Array] = []
-        self._results: list[jax.ShapeDtypeStruct] = []
-        self._products: list[list[int]] = []
-        self._codebooks: list[np.ndarray] = []
-        self._steps: list[list[int]] = []
-        self._sums = 0  # bytes of the partial sums of one product
-        self._used: set[int] = set()  # places of products and steps
+    caller: str
+    at: dict[int, Any] = dataclasses.field(default_factory=dict)
+    _operands: list[Array] = dataclasses.field(default_factory=list)
+    _results: list[jax.ShapeDtypeStruct] = dataclasses.field(default_factory=list)
+    _products: list[list[int]] = dataclasses.field(default_factory=list)
+    _codebooks: list[np.ndarray] = dataclasses.field(default_factory=list)
+    _steps: list[list[int]] = dataclasses.field(default_factory=list)
+    _sums: int = 0  # bytes of the partial sums of one product
+    _used: set[int] = dataclasses.field(default_factory=set)  # places of products and steps
 
     def operand(self, array: Array) -> int:
         self._operands.append(array)
+        self.at[len(self._operands)] = array
         return len(self._operands)
 
     def result(self, shape: Sequence[Any], dtype: Any) -> int:
         self._results.append(jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype)))
+        self.at[-len(self._results)] = self._results[-1]
         return -len(self._results)
-
-    def at(self, place: int) -> Any:
-        """The array, or the shape and dtype, at a place."""
-        return self._operands[place - 1] if place > 0 else self._results[-place - 1]
 
     def add_product(
         self,
@@ -151,7 +180,7 @@ class Call:
         - `fields`: further fields of `cuda/product.def`.
         """
         format = weight.format
-        (batch, m, columns), columns_out = self.at(lhs).shape, self.at(out).shape[-1]
+        (batch, m, columns), columns_out = self.at[lhs].shape, self.at[out].shape[-1]
         n, k = (columns, columns_out) if transposed else (columns_out, columns)
         given = {"zero": weight.zero, "unit": weight.unit, "index": weight.index}
         places = {"lhs": lhs, "out": out, "lhs_scale": lhs_scale, **(addends or {})}
@@ -159,30 +188,27 @@ class Call:
         places |= {name: self.operand(x) for name, x in given.items() if x is not None}
         if permutation is not None:
             places["permutation"], places["gathered"] = permutation
-            fields["permuted_parts"] = self.at(permutation[0]).shape[0]
+            fields["permuted_parts"] = self.at[permutation[0]].shape[0]
         if weight.unit is not None:
             fields["units"] = math.prod(weight.unit.shape[1:])
         for name, place in (addends or {}).items():
-            fields[name] = str(self.at(place).dtype)
-        if format.values:
+            fields[name] = str(self.at[place].dtype)
+        if format.codebook is not None:
             self._codebooks.append(np.array(format.values, np.float32))
         sizes = {"batch": batch, "m": m, "num_weights": weight.packed.shape[0]}  # may be symbolic
-        record = ffi.product(
+        product = record(
+            *(format, self.at[lhs].dtype, weight.scale.dtype),
             **{name: size if isinstance(size, int) else -1 for name, size in sizes.items()},
             n=n,
             k=k,
-            lhs=str(self.at(lhs).dtype),
-            scale=str(weight.scale.dtype),
-            out=str(self.at(out).dtype),
+            out=str(self.at[out].dtype),
             transposed=transposed,
             gated=gated,
-            **format_fields(format),
             **fields,
             **{f"{name}_at": place for name, place in places.items()},
         )
-        self._products.append(record)
-        rows = batch * (2 if gated else 1)
-        self._sums = max(self._sums, workspace_bytes(rows, m, columns_out))
+        self._products.append(product)
+        self._sums = max(self._sums, ffi.partial_sums_bytes(product))
         self._used |= {place for name, place in places.items() if name != "gathered"}
         return len(self._products) - 1
 
@@ -194,7 +220,8 @@ class Call:
 
     def multiply(self, *products: int) -> None:
         """Appends a step that multiplies consecutive products."""
-        self.step("multiply", first=products[0], count=len(products))
+        step = ffi.step(kind="multiply", first=products[0], count=len(products))
+        self._steps.append(step)
 
     def run(
         self,
@@ -207,52 +234,30 @@ class Call:
     ) -> list[Array]:
         """The results of the call, without its workspace.
 
+        The workspace is for partial sums, and for copies of buffers that kernels cannot use
+        directly: slices that XLA fuses into a call may be unaligned, and a result may overlap an
+        operand (`cuda/placement.h`). Packed weights are not copied.
+
         - `sums`: bytes of partial sums, if another step needs more than the products.
         - `aliases`: operands that results overwrite, as in `jax.ffi.ffi_call`.
         - `attributes`: further attributes of the call.
         """
         results = [*self._results]
         if workspace:
-            results.append(jax.ShapeDtypeStruct((self._workspace(sums),), jnp.uint8))
+            limit, unit = ffi.MAX_WORKSPACE_BYTES, ffi.PLACE_ALIGNMENT
+            used = [x for place in self._used - {0} if (x := self.at[place]).dtype != jnp.uint32]
+            copies = (-(-math.prod(x.shape) * x.dtype.itemsize // unit) * unit for x in used)
+            sizes = [max(sums, self._sums), *copies]
+            known = all(isinstance(size, int) for size in sizes)
+            size = min(limit, sum(sizes)) if known else limit
+            results.append(jax.ShapeDtypeStruct((size,), jnp.uint8))
         lists = {"products": self._products, "steps": self._steps}
         attributes |= {name: np.array(x, np.int64).reshape(-1) for name, x in lists.items() if x}
         if self._codebooks:
             attributes["numbers"] = np.concatenate(self._codebooks)
         call = jax.ffi.ffi_call(target, results, input_output_aliases=aliases)
-        outs = call(*self._operands, **versions(self._caller), **attributes)
+        outs = call(*self._operands, caller=self.caller, **VERSIONS, **attributes)
         return [*outs[: len(self._results)]]
-
-    def _workspace(self, sums: int) -> int:
-        """Bytes for partial sums, and for copies of buffers that kernels cannot use directly.
-
-        Slices that XLA fuses into a call may be unaligned, and a result may overlap an operand: the
-        handler copies such buffers through the workspace (`cuda/placement.h`). Packed weights are
-        not copied.
-        """
-        limit, unit = ffi.MAX_WORKSPACE_BYTES, ffi.PLACE_ALIGNMENT
-        sizes = [max(sums, self._sums)]
-        for place in self._used - {0}:
-            x = self.at(place)
-            if x.dtype != jnp.uint32:
-                sizes.append(-(-math.prod(x.shape) * x.dtype.itemsize // unit) * unit)
-        return min(limit, sum(sizes)) if all(isinstance(size, int) for size in sizes) else limit
-
-
-def format_fields(format: Format) -> dict[str, Any]:
-    """The fields of a product that its format determines (groups above 2^62 are equivalent)."""
-    return {
-        "bits": format.bits,
-        "group_size": min(format.group_size, 2**62),
-        "codebook": ffi.codebook(format.values),
-        "zero": format.zero,
-    }
-
-
-def versions(caller: str) -> dict[str, Any]:
-    """Attributes of every call: the function that errors name, and the versions that the library
-    must have to run it."""
-    numbers = {"schema": np.int64(ffi.SCHEMA), "layout_version": np.int64(layout.VERSION)}
-    return {"caller": caller, **numbers}
 
 
 def apart(*arrays: Array) -> Sequence[Array]:
@@ -263,16 +268,6 @@ def apart(*arrays: Array) -> Sequence[Array]:
     other kernels, and a captured graph cannot be updated to a different number of kernels.
     """
     return [lax.optimization_barrier(array) for array in arrays]
-
-
-def workspace_bytes(batch: Any, m: Any, columns: int) -> int:
-    """Bytes for the float32 partial sums of every split that the selection may choose.
-
-    The bound does not depend on a device, and m may be symbolic, so exported programs contain it.
-    """
-    if not all(isinstance(size, int) for size in (batch, m)):
-        return ffi.MAX_WORKSPACE_BYTES
-    return ffi.max_partial_sums_bytes(batch * m, columns)
 
 
 NO_NARROW_SCALES = "its kernels read scales of 16 or 32 bits, the format has 8-bit ones"

@@ -7,11 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from .._core.activations import EXACT
 from .._core.array import QuantizedArray
 from .._core.dtypes import FLOATS
 from .._core.format import Format
 from . import call, extension
 from .block import add_block
+from .extension import ffi
 from .float_scales import of_float_scales
 from .problem import Operands, Problem
 from .stored_rows import Product, of_stored_rows
@@ -19,10 +21,12 @@ from .target import Target
 
 
 def unsupported(
-    lhs: jnp.dtype, format: Format, *, sizes: Sequence[int] = (), transposed: bool = False
+    lhs: jnp.dtype, format: Format, *, sizes: Sequence[int], transposed: bool, built: bool
 ) -> str | None:
     """Returns None if the kernel supports this problem, else the reason."""
     del format, sizes  # all are supported
+    if built and (reason := extension.UNAVAILABLE["cpu"]):
+        return reason
     if lhs not in FLOATS:
         return call.unsupported_lhs(lhs)
     return "it has no kernel for the transposed product" if transposed else None
@@ -41,7 +45,7 @@ def matmul(problem: Problem, *operands: Array) -> Array:
     product = call.Call("quantized_matmul")
     lhs = product.operand(ops.lhs.reshape(batch, m, ops.lhs.shape[-1]))
     result = product.result((batch, m, problem.columns), problem.out_dtype)
-    weight = call.stored(ops.packed, ops.scale, ops.zero, ops.index, problem.format)
+    weight = call.stored(*ops[1:5], problem.format)
     product.multiply(
         product.add_product(weight, lhs, result, accumulate_float16=problem.accumulate_float16)
     )
@@ -49,23 +53,11 @@ def matmul(problem: Problem, *operands: Array) -> Array:
     return out.reshape(*ops.lead, *ops.rows, problem.columns)
 
 
-MOST_ROWS_BESIDE_AMX = 1
-"""Maximum M with int8 as fast as AMX on the values in bfloat16."""
-
-
 def unsupported_activations(values: jnp.dtype, rows: int, format: Format) -> str | None:
     """Returns None if a kernel of this CPU multiplies quantized activations faster than bfloat16,
     else the reason."""
-    isa = extension.build_info()["cpu_isa"][0]
-    if isa not in ("amx", "vnni"):
-        return "this CPU has no AVX-512 VNNI"
-    if values != jnp.int8:
-        return f"its kernels take quantized activations of int8, these are {values}"
-    if format.codebook is not None or format.scale is not None:
-        return "beside int8 its kernels read integers with scales of 16 or 32 bits"
-    if isa == "amx" and rows > MOST_ROWS_BESIDE_AMX:
-        return "AMX multiplies more rows faster in bfloat16"
-    return None
+    product = call.record(format, values, EXACT, m=rows)
+    return ffi.unsupported_int8_on_cpu(product, extension.BUILD["cpu_isa"][0]) or None
 
 
 def quantized(values: Array, scale: Array, rhs: QuantizedArray, *, out_dtype: jnp.dtype) -> Array:

@@ -12,7 +12,7 @@ from .extension import ffi
 
 def unsupported(dtype: jnp.dtype, *, head_size: int) -> str | None:
     """Returns None if this build's kernel supports such attention, else the reason."""
-    if reason := extension.unavailable("cpu"):
+    if reason := extension.UNAVAILABLE["cpu"]:
         return reason
     if dtype not in FLOATS:
         return f"its kernel takes activations of {call.one_of(FLOATS)}"
@@ -58,6 +58,7 @@ def attend(
         reach=np.int64(reach),
         window=np.int64(window or 0),
         scale=np.float32(scale),
-        **call.versions("attend"),
+        caller="attend",
+        **call.VERSIONS,
     )
     return call.apart(out)[0]

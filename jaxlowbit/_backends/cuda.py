@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .._core.activations import VALUES
+from .._core.activations import EXACT
 from .._core.dtypes import FLOATS
 from .._core.format import Format
 from .._core.layout import ATOM
@@ -19,13 +19,17 @@ from .stored_rows import Product, of_stored_rows
 from .target import Target
 
 _OLDEST, HOPPER = 80, 90  # compute capabilities
-_FLOAT32_PARTS = 3  # bfloat16 has 8 significant bits, float32 24
+FLOAT32_PARTS = 3
+"""The number of bfloat16 parts of float32 activations, which tensor cores do not multiply: bfloat16
+has 8 significant bits, float32 24."""
 
 
 def unsupported(
-    lhs: jnp.dtype, format: Format, *, sizes: Sequence[int] = (), transposed: bool = False
+    lhs: jnp.dtype, format: Format, *, sizes: Sequence[int], transposed: bool, built: bool
 ) -> str | None:
     """Returns None if the kernels support this product on some GPU, else the reason."""
+    if built and (reason := extension.UNAVAILABLE["cuda"]):
+        return reason
     if lhs not in FLOATS:
         return call.unsupported_lhs(lhs)
     if lhs == jnp.float16 and format.outgrows_float16:
@@ -34,28 +38,31 @@ def unsupported(
             "its kernels take no 8-bit scales"
         )
     k, n = sizes or (ATOM, ATOM)
-    sums = parts_of(lhs) > 1
-    scale = jnp.dtype(jnp.float32) if sums else lhs
-    product = record(
-        *(format, jnp.dtype(jnp.bfloat16) if sums else lhs, scale),
-        k=k,
-        n=n,
-        scale_accumulators=sums,
-        transposed=transposed,
-    )
-    return ffi.unsupported(product, _OLDEST) or None
+    sums = lhs == jnp.float32
+    dtypes = (EXACT, lhs) if sums else (lhs, lhs)
+    fields = {"scale_accumulators": sums, "transposed": transposed}
+    product = call.record(format, *dtypes, k=k, n=n, **fields)
+    reason = ffi.unsupported(product, _OLDEST) or None
+    if reason is None and built and (what := ffi.compiled_for(product)):
+        reason = extension.no_compiler(what)
+    return reason
 
 
-def unsupported_activations(values: jnp.dtype, format: Format, k: int = ATOM) -> str | None:
+def unsupported_activations(
+    values: jnp.dtype, format: Format, k: int = ATOM, *, built: bool = False
+) -> str | None:
     """Returns None if Hopper kernels multiply 8-bit activations of this dtype by these weights,
-    else the reason."""
-    return ffi.unsupported(_of_bytes(values, format, k), HOPPER, "qmm_sm90") or None
+    else the reason. `built`: as for `registry.unsupported`."""
+    product = _of_bytes(values, format, k)
+    reason = ffi.unsupported(product, HOPPER, "qmm_sm90") or None
+    if reason is None and built:
+        reason = extension.no_compiler(ffi.compiled_for(product))
+    return reason
 
 
 def unsupported_few_rows(rows: int, format: Format, k: int) -> str | None:
     """Returns None if the kernel of Hopper for small M multiplies rounded rows in bfloat16."""
-    floats = jnp.dtype(jnp.bfloat16)
-    product = record(format, floats, floats, m=rows, k=k, apply_lhs_scale=True)
+    product = call.record(format, EXACT, EXACT, m=rows, k=k, apply_lhs_scale=True)
     return ffi.unsupported(product, HOPPER, "qmm_sm90_stream") or None
 
 
@@ -65,32 +72,7 @@ def least_rows(values: jnp.dtype, format: Format, k: int) -> int:
 
 
 def _of_bytes(values: jnp.dtype, format: Format, k: int) -> list[int]:
-    return record(format, values, jnp.dtype(jnp.bfloat16), k=call.padded_columns(k))
-
-
-def record(
-    format: Format,
-    lhs: jnp.dtype,
-    scale: jnp.dtype,
-    *,
-    k: int,
-    m: int = 1,
-    n: int = ATOM,
-    **fields: Any,
-) -> list[int]:
-    """Encodes a product without buffers. `scale`: the dtype of scales of 16 or 32 bits."""
-    out = "bfloat16" if lhs in VALUES else str(lhs)
-    dtype = scale if format.scale_dtype is None else format.scale_dtype
-    return ffi.product(
-        m=m,
-        n=n,
-        k=k,
-        lhs=str(lhs),
-        scale=str(jnp.dtype(dtype)),
-        out=out,
-        **call.format_fields(format),
-        **fields,
-    )
+    return call.record(format, values, EXACT, k=call.padded_columns(k))
 
 
 def reads_super_blocks(
@@ -100,12 +82,12 @@ def reads_super_blocks(
     gated pair; otherwise XLA expands them."""
     if not isinstance(m, int) or m == 0 or lhs == jnp.float32 or format.codebook is not None:
         return False
-    if extension.uncompiled(format, lhs, transposed=transposed) is not None:
-        return False
-    products = (
-        record(format, lhs, lhs, m=m, k=k, n=n, transposed=transposed, gated=gated)
+    products = [
+        call.record(format, lhs, lhs, m=m, k=k, n=n, transposed=transposed, gated=gated)
         for gated in (False, True)
-    )
+    ]
+    if extension.no_compiler(ffi.compiled_for(products[0])) is not None:
+        return False
     return not any(ffi.unsupported(product, HOPPER) for product in products)
 
 
@@ -129,11 +111,6 @@ def gathers(problem: Problem, operands: Operands) -> bool:
     return matrix and operands.lhs.dtype != jnp.float32 and not problem.transposed
 
 
-def parts_of(lhs: jnp.dtype) -> int:
-    """The number of bfloat16 parts of activations: tensor cores do not multiply float32."""
-    return _FLOAT32_PARTS if lhs == jnp.float32 else 1
-
-
 def matmul(problem: Problem, *operands: Array) -> Array:
     """`definition.matmul` as one custom call; `gathers` must be true for a permutation.
 
@@ -141,21 +118,23 @@ def matmul(problem: Problem, *operands: Array) -> Array:
     rows; their results are added.
     """
     lhs, packed, scale, zero, index, permutation = ops = problem.named(operands)
-    batch, m = math.prod(ops.lead), math.prod(ops.rows)
-    parts, factor = parts_of(lhs.dtype), None
-    if parts > 1:
-        lhs, factor = _in_range(lhs)
-        lhs = _in_parts(lhs, len(ops.lead))
-    scale, zero = call.as_read(scale, zero, problem.format, ops.lhs.dtype)
+    lead = ops.lead
+    rows = lhs.shape[len(lead) : -1]
+    batch, m = math.prod(lead), math.prod(rows)
+    weight = call.stored(packed, scale, zero, index, problem.format, lhs.dtype)
+    parts, factor = 1, None
+    if lhs.dtype == jnp.float32:
+        parts, (lhs, factor) = FLOAT32_PARTS, _in_range(lhs)
+        lhs = _in_parts(lhs, len(lead))
     product = call.Call("quantized_matmul")
     x = product.operand(*call.apart(lhs.reshape(batch, parts * m, lhs.shape[-1])))
     result = product.result((batch, parts * m, problem.columns), problem.out_dtype)
     order = None
     if permutation is not None:
-        gathered = product.result(product.at(x).shape, lhs.dtype)
+        gathered = product.result(product.at[x].shape, lhs.dtype)
         order = (product.operand(permutation.reshape(problem.orders, -1)), gathered)
     number = product.add_product(
-        call.stored(packed, scale, zero, index, problem.format),
+        weight,
         x,
         result,
         transposed=problem.transposed,
@@ -168,7 +147,7 @@ def matmul(problem: Problem, *operands: Array) -> Array:
     if factor is not None:
         out = out.reshape(batch, parts, m, problem.columns)[:, ::-1].sum(1)  # the smallest first
         out *= factor.reshape(batch, m, 1)
-    return out.reshape(*ops.lead, *ops.rows, problem.columns)
+    return out.reshape(*lead, *rows, problem.columns)
 
 
 def _in_range(lhs: Array) -> tuple[Array, Array]:
@@ -184,7 +163,7 @@ def _in_range(lhs: Array) -> tuple[Array, Array]:
 def _in_parts(lhs: Array, axis: int) -> Array:
     """Splits float32 into bfloat16 values that add up to it, on a new axis."""
     parts = []
-    for _ in range(_FLOAT32_PARTS):
+    for _ in range(FLOAT32_PARTS):
         # XLA may drop a round-trip cast, so reduce the mantissa instead.
         part = lax.reduce_precision(lhs, exponent_bits=8, mantissa_bits=7)
         parts.append(part.astype(jnp.bfloat16))

@@ -1,6 +1,5 @@
 """A decode step's attention as a CUDA custom call (`cuda/ops/attend.h`)."""
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,15 +13,11 @@ from .extension import ffi
 from .target import local_gpus
 
 _DTYPES = (jnp.bfloat16, jnp.float16)
-# The kernel divides the slots into as many splits as fit the workspace. Its size follows from the
-# minimum slots per split, the maximum splits, the splits allowed for any batch, and the number of
-# CTAs that fills any GPU.
-_MIN_SLOTS, _MAX_SPLITS, _FEW_SPLITS, _MAX_CTAS = 32, 64, 4, 512
 
 
 def unsupported(dtype: jnp.dtype, *, heads: int, kv_heads: int, head_size: int) -> str | None:
     """Returns None if this build's kernel supports the attention on these GPUs, else a reason."""
-    if reason := extension.unavailable("cuda"):
+    if reason := extension.UNAVAILABLE["cuda"]:
         return reason
     if dtype not in _DTYPES:
         return f"its kernel takes activations of {call.one_of(('bfloat16', 'float16'))}"
@@ -133,10 +128,9 @@ def call_attributes(options: Options) -> dict[str, Any]:
 
 
 def workspace_bytes(operands: Operands, options: Options) -> int:
-    """Bytes for the splits' partial results: per head, sums, a maximum and a sum of weights."""
+    """Bytes for the partial results of any number of splits."""
     batch, heads, size = operands.query.shape
     if not isinstance(batch, int):  # symbolic
         return ffi.MAX_WORKSPACE_BYTES
-    fill = math.ceil(_MAX_CTAS / max(batch * operands.keys.shape[2], 1))
-    splits = min(_MAX_SPLITS, math.ceil(options.reach / _MIN_SLOTS), max(_FEW_SPLITS, fill))
-    return min(ffi.MAX_WORKSPACE_BYTES, 4 * batch * heads * splits * (size + 2))
+    sizes = {"heads": heads, "kv_heads": operands.keys.shape[2], "head_size": size}
+    return ffi.attend_bytes(batch=batch, **sizes, reach=options.reach)

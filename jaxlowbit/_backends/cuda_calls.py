@@ -19,7 +19,7 @@ from .._core.array import QuantizedArray
 from . import call, cuda_attend
 from .block import add_block, add_mlp
 from .call import Call, stored_weight
-from .extension import ffi, unavailable
+from .extension import UNAVAILABLE, ffi
 
 
 def matmuls(
@@ -296,7 +296,7 @@ def exchanging(devices: Sequence[Any], rows: int) -> tuple[int, ...]:
         device.platform == "gpu" and device.process_index == jax.process_index()
         for device in devices
     )
-    if not near or rows > ffi.MAX_EXCHANGE_ROWS or unavailable("cuda") is not None:
+    if not near or rows > ffi.MAX_EXCHANGE_ROWS or UNAVAILABLE["cuda"] is not None:
         return ()
     numbers = tuple(device.local_hardware_id for device in devices)
     return numbers if ffi.can_exchange(numbers) else ()

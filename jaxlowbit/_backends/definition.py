@@ -14,7 +14,7 @@ from .target import Target
 
 
 def unsupported(
-    lhs: jnp.dtype, format: Format, *, sizes: Sequence[int] = (), transposed: bool = False
+    lhs: jnp.dtype, format: Format, *, sizes: Sequence[int], transposed: bool, built: bool
 ) -> None:
     """Returns None: the definition computes every product."""
 

@@ -3,16 +3,14 @@
 The only file that imports `_ffi`. `xla_ffi/module.cc` defines the handlers.
 """
 
-import functools
 import importlib.util
 import re
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-
-from .._core.format import Format
 
 try:
     from .. import _ffi as ffi
@@ -23,14 +21,11 @@ except ImportError as error:
     ) from error
 
 
-def build_info() -> dict:
-    """Describes the build; `jaxlowbit info` prints it."""
-    return ffi.build_info()
+BUILD: Mapping[str, Any] = ffi.build_info()
+"""Describes the build; `jaxlowbit info` prints it."""
 
 
-@functools.cache
-def runtime_ffi_version() -> tuple[int, int]:
-    """The custom-call API version of the installed jaxlib, read from the headers it ships."""
+def _runtime_api() -> tuple[int, int]:
     header = Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h"
     found = re.findall(
         r"#define XLA_FFI_API_(?:MAJOR|MINOR) (\d+)", header.read_text(encoding="utf-8")
@@ -38,50 +33,30 @@ def runtime_ffi_version() -> tuple[int, int]:
     return int(found[0]), int(found[1])
 
 
-@functools.cache
-def unavailable(platform: str) -> str | None:
-    """Returns None if this build's custom calls run on `platform` ("cpu" or "cuda"), else the
-    reason."""
-    built, runtime = tuple(build_info()["ffi_api"]), runtime_ffi_version()
+RUNTIME_API = _runtime_api()
+"""The custom-call API version of the installed jaxlib, read from the headers it ships."""
+
+
+def _unavailable(platform: str) -> str | None:
+    built, runtime = tuple(BUILD["ffi_api"]), RUNTIME_API
     if built[0] != runtime[0] or built > runtime:
         return (
             f"the installed jaxlib speaks custom-call API {runtime[0]}.{runtime[1]} and this build "
             f"needs {built[0]}.{built[1]}; install jax 0.10 or newer"
         )
-    if platform == "cuda" and not build_info()["cuda"]:
+    if platform == "cuda" and not BUILD["cuda"]:
         return "this build has no CUDA kernels; reinstall where nvcc is found"
     return None
 
 
-@functools.cache
-def uncompiled(format: Format, lhs: jnp.dtype, *, transposed: bool = False) -> str | None:
-    """Returns None if CUDA kernels for a product can be compiled on this machine, else the reason.
-
-    Also None if the kernel is prebuilt.
-    """
-    what = (
-        "codebooks"
-        if format.codebook is not None
-        else "8-bit scales"
-        if format.scale is not None
-        else f"{format.bits} bits"
-        if format.bits in ffi.COMPILED_BITS
-        else "float32 lhs"
-        if lhs == jnp.float32
-        else "transposed products"
-        if transposed
-        else None
-    )
-    return _no_compiler(what) if what else None
+UNAVAILABLE: dict[str, str | None] = {name: _unavailable(name) for name in ("cpu", "cuda")}
+"""For each platform, None if this build's custom calls run there, else the reason."""
 
 
-def uncompiled_activations() -> str | None:
-    """Like `uncompiled`, for kernels with 8-bit activations."""
-    return _no_compiler("8-bit activations")
-
-
-def _no_compiler(what: str) -> str | None:
-    error = ffi.toolchain()["error"] if build_info()["cuda"] else None
+def no_compiler(what: str) -> str | None:
+    """Returns None if CUDA kernels for `what`, from `ffi.compiled_for`, can be compiled on this
+    machine, or are prebuilt (""), else the reason."""
+    error = ffi.toolchain()["error"] if what and BUILD["cuda"] else None
     return f"its kernels for {what} are compiled where they run, and {error}" if error else None
 
 
@@ -99,7 +74,7 @@ def register() -> None:
 
     A registration that XLA rejects would break the whole backend, so it is checked before.
     """
-    reason = unavailable("cpu")
+    reason = UNAVAILABLE["cpu"]
     if reason is not None:
         warnings.warn(
             f"jaxlowbit: {reason}. Until then products run through the slower definition.",
@@ -107,7 +82,7 @@ def register() -> None:
             stacklevel=2,
         )
         return
-    if build_info()["cuda"]:
+    if BUILD["cuda"]:
         _find_nvrtc()
     for platform, targets in ffi.targets().items():
         for target, handlers in targets.items():

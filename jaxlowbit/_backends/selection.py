@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from .._core.activations import EXACT, VALUES
 from .._core.format import Format
 from . import call
-from .cuda import HOPPER, parts_of, reads_super_blocks
+from .cuda import FLOAT32_PARTS, HOPPER, reads_super_blocks
 from .extension import ffi
 
 
@@ -36,11 +36,10 @@ class Product(NamedTuple):
     lhs: str  # dtype
     scale: str  # dtype
 
-    def fields(self) -> tuple[int, int, int, int, int, str, bool, str]:
-        """The fields that the compiled library compares."""
-        bits, group_size, zero = self.format.bits, self.format.group_size, self.format.zero
-        widened = self.scale != self.lhs
-        return self.m, self.n, self.k, bits, group_size, self.lhs, widened, zero
+    def record(self) -> list[int]:
+        """The product as the compiled library compares it."""
+        scale = self.scale if self.scale == self.lhs else "float32"  # to which kernels widen it
+        return call.record(self.format, self.lhs, scale, m=self.m, n=self.n, k=self.k)
 
 
 class Choice(NamedTuple):
@@ -64,56 +63,44 @@ def choose(
     format: Format,
     *,
     device: DeviceFacts,
-    **variant: bool,
+    gated: bool = False,
+    transposed: bool = False,
+    **launch: bool,
 ) -> dict:
     """The CUDA handler's choice for a device: its fields, and "unsupported", a reason or "".
 
-    `variant`: further properties of the product, by the names of `_ffi.select`. XLA expands scales
-    of two levels that no kernel reads in such a product. An 8-bit lhs is quantized activations with
-    padded columns.
+    `launch`: properties of the launch, by the names of `_ffi.select`. XLA expands scales of two
+    levels that no kernel reads in such a product. An 8-bit lhs is quantized activations with padded
+    columns.
     """
     if format.scale == "two_level" and not (
         device.compute_capability == HOPPER and reads_super_blocks(lhs, batch * m, k, n, format)
     ):
         format, scale = format.expanded, jnp.dtype("float32")
-    parts = parts_of(lhs)
+    parts = FLOAT32_PARTS if lhs == jnp.float32 else 1
     narrow = lhs in VALUES
     floats = EXACT if narrow else lhs
-    k = call.padded_columns(k) if narrow else k
-    return ffi.select(
+    product = call.record(
+        format,
+        EXACT if parts > 1 else lhs,
+        floats if scale == floats else "float32",  # to which `call.stored` widens scales
+        batch=batch,
         m=parts * m,
         n=n,
-        k=k,
-        bits=format.bits,
-        codebook=ffi.codebook(format.values),
-        group_size=format.group_size,
-        batch=batch,
-        lhs=str(lhs) if narrow or lhs == jnp.float16 else "bfloat16",
-        float32_scale=scale != floats or parts > 1,  # `cuda.matmul` widens scales
-        narrow_scale="super" if format.scale == "two_level" else format.scale or "",
-        zero=format.zero,
+        k=call.padded_columns(k) if narrow else k,
         scale_accumulators=parts > 1,
-        **variant,
-        **_named(device),
-        workspace_bytes=call.workspace_bytes(batch, parts * m, n),
+        gated=gated,
+        transposed=transposed,
     )
+    bytes = ffi.partial_sums_bytes(product)
+    return ffi.select(product, **launch, **_named(device), workspace_bytes=bytes)
 
 
 def candidates(product: Product, device: DeviceFacts) -> list[Choice]:
     """The choices worth measuring for a product, starting with the default one."""
-    m, n, k, bits, group_size, lhs, float32_scale, zero = product.fields()
-    found = ffi.candidates(
-        m=m,
-        n=n,
-        k=k,
-        bits=bits,
-        group_size=group_size,
-        lhs=lhs,
-        float32_scale=float32_scale,
-        zero=zero,
-        **_named(device),
-        workspace_bytes=call.workspace_bytes(1, m, n),
-    )
+    asked = product.record()
+    bytes = ffi.partial_sums_bytes(asked)
+    found = ffi.candidates(asked, **_named(device), workspace_bytes=bytes)
     return [Choice(*fields) for fields in found]
 
 
@@ -128,7 +115,7 @@ def set_tuned(
     **Returns:** for each entry the reason for leaving it out, or "".
     """
     fields = [
-        (entry[0].fields(), entry[1], entry[2] if len(entry) == 3 else 1) for entry in entries
+        (entry[0].record(), entry[1], entry[2] if len(entry) == 3 else 1) for entry in entries
     ]
     return ffi.set_tuned(
         device.name,

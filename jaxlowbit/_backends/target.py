@@ -5,10 +5,9 @@ import re
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
+from .._core.activations import EXACT
 from .._core.format import Format
-from .._core.layout import ATOM
 from . import call, extension
 from .extension import ffi
 
@@ -63,16 +62,14 @@ def compute_capability(device: Any) -> int:
 
 def too_old(capability: int) -> str | None:
     """Returns None if there are CUDA kernels for this compute capability, else the reason."""
-    bfloat16 = str(jnp.dtype(jnp.bfloat16))
-    fields = call.format_fields(Format(4)) | {"lhs": bfloat16, "scale": bfloat16, "out": bfloat16}
-    return ffi.unsupported(ffi.product(m=1, n=ATOM, k=ATOM, **fields), capability) or None
+    return ffi.unsupported(call.record(Format(4), EXACT, EXACT), capability) or None
 
 
 def unfit(capability: int) -> str | None:
     """Returns None if CUDA kernels of this build run on such GPUs, else the reason."""
     if reason := too_old(capability):
         return reason
-    built = extension.build_info()["cuda_architectures"].split()
+    built = extension.BUILD["cuda_architectures"].split()
     if not built or any(_runs_on(capability, architecture) for architecture in built):
         return None
     return (

@@ -25,7 +25,6 @@ from . import (
     super_blocks,
     versions,
 )
-from .activations import QuantizedActivations
 from .dequantize import codes_of, dequantize, in_units, of_codes, per_row, take
 from .dtypes import FLOATS
 from .format import Format, as_format
@@ -93,12 +92,12 @@ class QuantizedArray:
             checks.shaped("QuantizedArray", name, getattr(self, name))
         if not isinstance(self.format, Format):
             as_format("QuantizedArray", None)
-        self.check_version()  # first, since words of another version may have other shapes
+        versions.check(self.version)  # first, since words of another version may have other shapes
         stack = self.packed.shape[:-3]
-        groups = (*stack, *super_blocks.scale_shape(*self.padded_shape, self.format))
+        words, groups = super_blocks.stored_shapes(*self.padded_shape, self.format)
+        groups = (*stack, *groups)
         zero_dtype = {"none": None, "integer": jnp.dtype("uint8"), "float": self.scale.dtype}
-        words = (*stack, *layout.packed_shape(*self.padded_shape, self.format.bits))
-        _check("packed", self.packed, words, jnp.dtype("uint32"))
+        _check("packed", self.packed, (*stack, *words), jnp.dtype("uint32"))
         narrow = self.format.scale_dtype
         if narrow is None and self.scale.dtype not in FLOATS:
             raise ValueError(
@@ -133,31 +132,25 @@ class QuantizedArray:
             _check("permutation", self.permutation, (*stack, self.k), jnp.dtype("int32"))
             self.check_permutation()
 
-    def check_version(self) -> None:
-        """Raises for words of another layout version (hidden while tracing), and for cast words.
+    def check_words(self) -> None:
+        """Raises unless products can read the words.
 
-        **Raises:** `ValueError` with the version, or the dtype, found.
+        **Raises:** `ValueError`, with what was found, for another layout version (hidden while
+        tracing), for words or 8-bit scales that were cast with floats, and for words that are not a
+        whole shard of the matrix, since `shard_map` may cut them anywhere.
         """
-        arraylike.check_dtypes(self)
-        versions.check(self.version)
-
-    def check_permutation(self) -> None:
-        """Raises if the permutation is not a permutation of the rows. Does nothing while tracing.
-
-        **Raises:** `ValueError` with the first value that is out of range or repeated.
-        """
-        if self.permutation is not None:
-            permutations.check_values("QuantizedArray", self.permutation, self.shards[0])
-
-    def check_part(self) -> None:
-        """Raises if the words are not a whole shard of the matrix, since `shard_map` may cut them
-        anywhere.
-
-        **Raises:** `ValueError` with the shapes found.
-        """
+        narrow = getattr(self.format, "scale_dtype", None)
+        found = {"scale": self.scale, "packed": self.packed, "version": self.version}
+        found = {name: getattr(leaf, "dtype", None) for name, leaf in found.items()}
+        if narrow is not None and found["scale"] not in (None, narrow):
+            raise arraylike.cast_scale(found["scale"], self.format)
+        for name in ("packed", "version"):
+            if found[name] is not None and jnp.issubdtype(found[name], jnp.floating):
+                raise arraylike.cast_words(name, found[name])
+        if not isinstance(self.version, jax.core.Tracer):
+            versions.check(self.version)
         size, unit = self.format.group_size, self.format.shard_unit
-        words = layout.packed_shape(*self.padded_shape, self.format.bits)
-        groups = super_blocks.scale_shape(*self.padded_shape, self.format)
+        words, groups = super_blocks.stored_shapes(*self.padded_shape, self.format)
         if (self.packed.shape[-3:], self.scale.shape[-3:]) != (words, groups):
             raise ValueError(
                 f"QuantizedArray: packed {self.packed.shape} and scale {self.scale.shape} are no "
@@ -174,6 +167,14 @@ class QuantizedArray:
                 f"here has {self.k} of them, so its activations are on other devices; "
                 f"quantize with shards=({k // self.k}, shards of n), which permutes each part."
             )
+
+    def check_permutation(self) -> None:
+        """Raises if the permutation is not a permutation of the rows. Does nothing while tracing.
+
+        **Raises:** `ValueError` with the first value that is out of range or repeated.
+        """
+        if self.permutation is not None:
+            permutations.check_values("QuantizedArray", self.permutation, self.shards[0])
 
     @property
     def padded_shape(self) -> tuple[int, int]:
@@ -226,8 +227,7 @@ class QuantizedArray:
         """
         if dtype is not None:
             dtype = checks.float_dtype("QuantizedArray.dequantize", "dtype", dtype)
-        self.check_version()
-        self.check_part()
+        self.check_words()
         packed, scale, zero = take(self.packed, codes_of(self.scale), self.zero, self.index)
         k, n = self.padded_shape
         weight = dequantize(packed, scale, zero, format=self.format, k=k, n=n)
@@ -252,7 +252,7 @@ class QuantizedArray:
                 f"QuantizedArray: index {key!r} goes beyond the leading axes "
                 f"{self.shape[:-2]} of shape {self.shape}; name those only, or use dequantize()."
             )
-        self.check_version()
+        self.check_words()
         try:
             return jax.tree.map(lambda leaf: leaf[key], self)
         except (TypeError, IndexError, ValueError, OverflowError):
@@ -293,7 +293,7 @@ class QuantizedArray:
                 f"QuantizedArray.select: shape {self.shape} is not a stack (L, k, n) with one "
                 "leading axis; reshape the stack or index the other axes first."
             )
-        self.check_version()
+        self.check_words()
         if self.packed.shape[0] == 0 and index.size:
             raise ValueError(
                 f"QuantizedArray.select: the stack of shape {self.shape} is empty, so there "
@@ -332,8 +332,7 @@ class QuantizedArray:
         return sharding.partition_spec(self, mesh, k=k, n=n, lead=lead)
 
     def __rmatmul__(self, lhs: Any) -> Array:
-        quantized = isinstance(lhs, QuantizedActivations)
-        return self._multiply(lhs if quantized else jnp.asarray(lhs), self)
+        return self._multiply(lhs, self)
 
     def __matmul__(self, rhs: Any) -> Array:
         raise arraylike.refused(self, "q @ x", "is the right operand of a product")
@@ -566,18 +565,15 @@ class QuantizedArray:
             k, k_shards = padding.part(k, shards[0], unit, shape[-2])
             n, n_shards = padding.part(n, shards[1], layout.ATOM, shape[-3])
             shards = (k_shards, n_shards)
-        return cls._unchecked(fields | {"k": k, "n": n, "shards": shards})
-
-    @classmethod
-    def _unchecked(cls, fields: dict[str, Any]) -> "QuantizedArray":
         self = object.__new__(cls)
-        for name, value in fields.items():
-            object.__setattr__(self, name, value)
+        vars(self).update(fields, k=k, n=n, shards=shards)
         return self
 
     def _with(self, **changes: Any) -> "QuantizedArray":
         """`dataclasses.replace` without checks, for fields that are checked or need none."""
-        return self._unchecked(vars(self) | changes)
+        changed = object.__new__(type(self))
+        vars(changed).update(vars(self) | changes)
+        return changed
 
 
 # A separate program outside of `jax.jit`, inlined inside.
@@ -587,7 +583,7 @@ def _packed(
 ) -> tuple[Array, Array, Array | None]:
     """Returns words, scales and zeros in the layout of `QuantizedArray`."""
     rows = qvalue.shape[-2]
-    _, groups, _ = super_blocks.scale_shape(rows, 1, format)
+    _, (_, groups, _) = super_blocks.stored_shapes(rows, 1, format)
     scale = _pad(codes_of(scale), groups, "edge")
     zero = None if zero is None else _pad(zero, groups, "edge")
     rows = layout.blocks(rows) * layout.ATOM

@@ -4,11 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from .format import format_name
+from .format import Format, format_name
 
 _WAY = "write x @ q for products with the packed words, or q.dequantize() for floats"
 _ATTRIBUTES = frozenset(name for name in dir(jax.Array) if not name.startswith("_"))
@@ -73,22 +72,20 @@ def missing(array: Any, name: str) -> AttributeError:
     return AttributeError(f"'QuantizedArray' object has no attribute {name!r}")
 
 
-def check_dtypes(array: Any) -> None:
-    """Raises for words and 8-bit scales that were cast with floats, which corrupts them."""
-    narrow = getattr(array.format, "scale_dtype", None)
-    found = getattr(array.scale, "dtype", narrow)
-    if narrow is not None and found != narrow:
-        raise ValueError(
-            f"QuantizedArray: scale is {found}, but the format has {array.format.scale} scales, "
-            f"{narrow}; a tree with it was cast, as by jax.tree.map(lambda x: x.astype(...)). Cast "
-            "the floats of a tree before it is quantized."
-        )
-    for name, leaf in (("packed", array.packed), ("version", array.version)):
-        dtype = getattr(leaf, "dtype", np.dtype("uint32"))
-        if jnp.issubdtype(dtype, jnp.floating):
-            raise ValueError(
-                f"QuantizedArray: {name} is {dtype}, but packed words are uint32; a tree with it "
-                "was cast, as by jax.tree.map(lambda x: x.astype(...)), which loses them. Cast "
-                "only the floats of a tree, before it is quantized; scale_dtype= of quantize "
-                "is the dtype of the scales."
-            )
+def cast_scale(found: Any, format: Format) -> ValueError:
+    """The error for 8-bit scales that were cast with floats, which corrupts them."""
+    return ValueError(
+        f"QuantizedArray: scale is {found}, but the format has {format.scale} scales, "
+        f"{format.scale_dtype}; a tree with it was cast, as by jax.tree.map(lambda x: "
+        "x.astype(...)). Cast the floats of a tree before it is quantized."
+    )
+
+
+def cast_words(name: str, found: Any) -> ValueError:
+    """The error for packed words, or their version, that were cast with floats."""
+    return ValueError(
+        f"QuantizedArray: {name} is {found}, but packed words are uint32; a tree with it "
+        "was cast, as by jax.tree.map(lambda x: x.astype(...)), which loses them. Cast "
+        "only the floats of a tree, before it is quantized; scale_dtype= of quantize "
+        "is the dtype of the scales."
+    )

@@ -90,10 +90,15 @@ def shaped(caller: str, name: str, value: Any) -> None:
 def quantized(caller: str, name: str, value: Any, kind: type) -> None:
     """Raises if a weight is not a quantized array of class `kind`."""
     if not isinstance(value, kind):
-        raise TypeError(
-            f"{caller}: {name} is {brief(value)}, but it must be a QuantizedArray; "
-            "make one with jaxlowbit.quantize."
-        )
+        raise not_quantized(caller, name, value)
+
+
+def not_quantized(caller: str, name: str, value: Any) -> TypeError:
+    """The error for a weight that is not a quantized array."""
+    return TypeError(
+        f"{caller}: {name} is {brief(value)}, but it must be a QuantizedArray; "
+        "make one with jaxlowbit.quantize."
+    )
 
 
 def dtype(caller: str, name: str, value: Any) -> Any:

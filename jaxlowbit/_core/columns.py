@@ -23,8 +23,7 @@ def take_columns(array: QuantizedArray, columns: Array, dtype: Any) -> Array:
 
     **Returns:** (..., k).
     """
-    array.check_version()
-    array.check_part()
+    array.check_words()
     numbers = indexing.from_front(indexing.saturated(columns.reshape(-1)), array.n)
     exists = (numbers >= 0) & (numbers < array.n)
     numbers = jnp.where(exists, numbers, 0)

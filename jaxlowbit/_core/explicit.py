@@ -4,7 +4,7 @@ The sharding of the result follows from the operands, as in `jnp.dot`; inside, t
 that one set of rules (`_matmul/partition.py`) partitions every product.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,18 +23,32 @@ def multiply(
     out_sharding: Sharding | None,
 ) -> Array:
     """`product(lhs, rhs)`, with the sharding of the result if there are Explicit axes."""
-    mesh = mesh_of((lhs, rhs))
+    return chain(product, (lhs, rhs), lhs, (rhs,), out_sharding)
+
+
+def chain(
+    product: Callable[..., Array],
+    operands: Any,
+    lhs: Array,
+    weights: Sequence[QuantizedArray],
+    out_sharding: Sharding | None,
+) -> Array:
+    """`product(*operands)`, with the sharding of the result if there are Explicit axes.
+
+    By default it is that of a chain of products, of lhs and `weights`.
+    """
+    mesh = mesh_of(operands)
     if mesh is None:
         if out_sharding is not None:
             raise ValueError(
                 f"quantized_matmul: out_sharding is {out_sharding}, but lhs and rhs are on no mesh "
                 "with Explicit axes; use jax.lax.with_sharding_constraint on the result."
             )
-        return product(lhs, rhs)
+        return product(*operands)
     if isinstance(out_sharding, jax.NamedSharding):
         out_sharding = out_sharding.spec
-    spec = _spec(lhs, rhs) if out_sharding is None else out_sharding
-    return automatic(product, mesh, spec)(lhs, rhs)
+    *_, spec = (_spec(lhs, rhs) if out_sharding is None else out_sharding for rhs in weights)
+    return automatic(product, mesh, spec)(*operands)
 
 
 def mesh_of(tree: Any) -> Any:

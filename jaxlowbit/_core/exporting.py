@@ -2,10 +2,8 @@
 
 import functools
 import json
-from collections.abc import Callable
 from typing import Any
 
-import jax
 from jax import export
 
 from . import layout
@@ -26,6 +24,8 @@ SUPER_FORM = 4
 _FORMS = (FORM, CODEBOOK_FORM, SCALE_FORM, SUPER_FORM)
 
 REMEDY = "Export by jax.export.export(..., disabled_checks=jaxlowbit.DISABLED_EXPORT_CHECKS)"
+"""The name of a scope around custom calls: JAX raises for calls that are not allowed by name, and
+quotes their scopes."""
 _AGAIN = "export the program again with this library, or load it with the one that exported it."
 
 
@@ -38,15 +38,6 @@ def register() -> None:
         serialize_auxdata=_stored,
         deserialize_auxdata=_restored,
     )
-
-
-def with_remedy(context: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that a lowering traces; for `jax.export`, in a scope named after the remedy.
-
-    JAX raises for custom calls that are not allowed by name, and quotes their scopes.
-    """
-    parameters = context.module_context.lowering_parameters
-    return jax.named_scope(REMEDY)(function) if parameters.for_export else function
 
 
 def _stored(static: tuple[Any, ...]) -> bytes:

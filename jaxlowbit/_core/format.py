@@ -1,6 +1,7 @@
 """Formats: bit width, groups, zeros, codebook and scales of a quantized weight."""
 
 import dataclasses
+import functools
 import math
 import numbers
 import re
@@ -145,7 +146,7 @@ class Format:
         """The dtype of quantized values that are 8-bit floats; None for other formats."""
         return CODEBOOKS[self.codebook].dtype if isinstance(self.codebook, str) else None
 
-    @property
+    @functools.cached_property
     def scale_dtype(self) -> Any:
         """The dtype of 8-bit scales; None for wider floats."""
         return None if self.scale is None else SCALES[self.scale]
@@ -156,13 +157,13 @@ class Format:
         super-block; -1 for all."""
         return SUPER_BLOCK if self.scale == "two_level" else self.group_size
 
-    @property
+    @functools.cached_property
     def shard_unit(self) -> int:
         """The smallest number of input features that is whole atoms, groups and super-blocks."""
         span = self.scale_span
         return ATOM if span == -1 else math.lcm(ATOM, span)
 
-    @property
+    @functools.cached_property
     def expanded(self) -> "Format":
         """The format with a float scale per group in place of two-level scales; other formats
         unchanged."""
@@ -192,7 +193,7 @@ class Format:
             return self.offset * self.max_scale
         return self.offset if self.zero == "none" else 2**self.bits - 1
 
-    @property
+    @functools.cached_property
     def outgrows_float16(self) -> bool:
         """Whether the weights, divided by the tensor scale, may overflow float16."""
         if self.scale != "e4m3":
@@ -200,7 +201,7 @@ class Format:
         most = max((abs(x) for x in self.values if math.isfinite(x)), default=self.offset)
         return most * float(jnp.finfo(self.scale_dtype).max) > float(jnp.finfo(jnp.float16).max)
 
-    @property
+    @functools.cached_property
     def values(self) -> tuple[float, ...]:
         """The entries of the codebook, in the order of the quantized values; empty without one."""
         if isinstance(self.codebook, str):

@@ -19,6 +19,8 @@ from jax import Array, lax
 
 VERSION = 1
 ATOM = 64
+WORDS_PER_BIT = ATOM * ATOM // 32
+"""Words of an atom for each bit of a quantized value."""
 
 # The binary and larger digits of a position in an atom, most significant first. S and s are the two
 # digits of the step s above.
@@ -66,15 +68,6 @@ def blocks(size: int) -> int:
     return -(-size // ATOM)
 
 
-def num_groups(k: int, group_size: int) -> int:
-    """Groups along k, padding included: every padded row has a scale."""
-    return 1 if group_size == -1 else -(-blocks(k) * ATOM // group_size)
-
-
-def words_per_atom(bits: int) -> int:
-    return ATOM * ATOM * bits // 32
-
-
 def pack(qvalue: Array, bits: int) -> Array:
     """Packs quantized values, uint8 (..., k, n), into uint32 (..., n_blocks, k_blocks, words).
 
@@ -87,7 +80,7 @@ def pack(qvalue: Array, bits: int) -> Array:
     for plane in _PLANES[bits]:
         slots = _transpose(qvalue, _MATRIX, "NKwgt" + plane.slots)
         slots = slots.reshape(
-            *lead, blocks(n), blocks(k), words_per_atom(plane.bits), 32 // plane.bits
+            *lead, blocks(n), blocks(k), WORDS_PER_BIT * plane.bits, 32 // plane.bits
         )
         values = (slots.astype(jnp.uint32) >> plane.shift) & plane.mask
         planes.append(jnp.sum(values << plane.slot_shifts(values.ndim), axis=-1, dtype=jnp.uint32))
@@ -100,7 +93,7 @@ def unpack(packed: Array, bits: int) -> Array:
     qvalue = jnp.zeros((), jnp.uint8)
     start = 0
     for plane in _PLANES[bits]:
-        words = packed[..., start : start + words_per_atom(plane.bits)]
+        words = packed[..., start : start + WORDS_PER_BIT * plane.bits]
         start += words.shape[-1]
         slots = (words[..., None] >> plane.slot_shifts(words.ndim + 1)) & plane.mask
         slots = slots.astype(jnp.uint8).reshape(*lead, n_blocks, k_blocks, 4, 8, 4, *(2,) * 5)
@@ -122,7 +115,7 @@ def unpack_columns(packed: Array, bits: int, columns: Array) -> Array:
     for plane in _PLANES[bits]:
         size = 4 * plane.bits
         words = _slices(packed, block, start + (8 * w + g) * size, size)
-        start += words_per_atom(plane.bits)
+        start += WORDS_PER_BIT * plane.bits
         words = words.reshape(-1, k_blocks, 4, plane.bits, 1)
         slots = (words >> plane.slot_shifts(words.ndim)) & plane.mask
         slots = slots.astype(jnp.uint8).reshape(-1, k_blocks, 4, *(2,) * 5)
@@ -202,14 +195,6 @@ def channels_from_slots(values: Array) -> Array:
     """Reorders channels (..., 64) from `channels_by_slot` to logical order."""
     axes = values.reshape(*values.shape[:-1], 2, 4, 8)
     return _transpose(axes, "hwg", "whg").reshape(values.shape)
-
-
-def packed_shape(k: int, n: int, bits: int) -> tuple[int, int, int]:
-    return blocks(n), blocks(k), words_per_atom(bits)
-
-
-def groups_shape(k: int, n: int, group_size: int) -> tuple[int, int, int]:
-    return blocks(n), num_groups(k, group_size), ATOM
 
 
 def _position(columns: Array) -> tuple[Array, Array, Array, Array]:

@@ -61,7 +61,7 @@ def to_qarray(array: Any) -> Any:
         raise ImportError(
             "to_qarray: qwix is not installed; install it (pip install qwix)."
         ) from None
-    array.check_version()
+    array.check_words()
     format, size = array.format, array.format.group_size
     if format.codebook is not None:
         raise ValueError(

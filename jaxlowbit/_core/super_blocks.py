@@ -21,13 +21,18 @@ MOST = 127
 _FLOAT_ROWS = 2
 
 
-def scale_shape(k: int, n: int, format: Format) -> tuple[int, int, int]:
-    """The shape of the scales of a (k, n) matrix: (n_blocks, groups, 64), with rows of bytes in
-    place of groups for two levels."""
-    blocks, groups, channels = layout.groups_shape(k, n, format.group_size)
+def stored_shapes(
+    k: int, n: int, format: Format
+) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """The shapes of the words and of the scales of a (k, n) matrix: (n_blocks, k_blocks, words),
+    and (n_blocks, groups, 64), with rows of bytes in place of groups for two levels."""
+    n_blocks, k_blocks = layout.blocks(n), layout.blocks(k)
+    rows, size = k_blocks * layout.ATOM, format.group_size  # every padded row has a scale
+    groups = 1 if size == -1 else -(-rows // size)
     if format.scale == "two_level":
-        groups = num_blocks(layout.blocks(k) * layout.ATOM) * (_groups(format) + _FLOAT_ROWS)
-    return blocks, groups, channels
+        groups = num_blocks(rows) * (_groups(format) + _FLOAT_ROWS)
+    words = layout.WORDS_PER_BIT * format.bits
+    return (n_blocks, k_blocks, words), (n_blocks, groups, layout.ATOM)
 
 
 def num_blocks(rows: int) -> int:
@@ -67,7 +72,7 @@ def expanded(
     group, and returns them with the matching format. Other scales are returned unchanged."""
     if format.scale != "two_level":
         return scale, zero, format
-    groups = layout.num_groups(rows, format.group_size)
+    _, (_, groups, _) = stored_shapes(rows, 1, format.expanded)
 
     def products(values: Array) -> Array:
         integers, floats = unpacked(values, format)

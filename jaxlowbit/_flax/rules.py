@@ -277,11 +277,10 @@ def _grows(layer: Candidate, format: Format, shards: Shards) -> bool:
     k, n = (padding.spread_size(*size) for size in sizes)
     floats = layer.itemsize if format.scale is None else 1
     zero = {"none": 0, "integer": 1, "float": floats}[format.zero]
-    words = 4 * math.prod(layout.packed_shape(k, n, format.bits))
-    groups = math.prod(super_blocks.scale_shape(k, n, format))
+    words, groups = map(math.prod, super_blocks.stored_shapes(k, n, format))
     # bytes of the version, and of tensor scales
     others = 4 + 4 * format.has_tensor_scale * (n if format.scales_channels else 1)
-    return layer.matrices * (words + groups * (floats + zero) + others) >= layer.nbytes
+    return layer.matrices * (4 * words + groups * (floats + zero) + others) >= layer.nbytes
 
 
 def _is_table(parameter: ParameterReport) -> bool:

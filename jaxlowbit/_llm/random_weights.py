@@ -57,8 +57,8 @@ def random_weights(
 
 
 def _matrix(key: Array, k: int, n: int, format: Format, dtype: Any) -> QuantizedArray:
-    groups = super_blocks.scale_shape(k, n, format)
-    packed = jax.random.bits(key, layout.packed_shape(k, n, format.bits), jnp.uint32)
+    words, groups = super_blocks.stored_shapes(k, n, format)
+    packed = jax.random.bits(key, words, jnp.uint32)
     scale = math.sqrt(12 / k) / 2**format.bits
     if format.codebook is not None:
         numbers = np.array(format.values)

@@ -136,7 +136,7 @@ class Division:
 
         try:
             specs = _specs(weight, self._entries(name), self.mesh)
-            jax.tree.map(part, weight, specs).check_part()
+            jax.tree.map(part, weight, specs).check_words()
         except ValueError as error:
             raise ValueError(
                 f"shard: {name} cannot be divided over {self.parts} devices: {error}"

@@ -89,7 +89,8 @@ def quantized_matmul(
     ```
     """
     caller = "quantized_matmul"
-    checks.quantized(caller, "rhs", rhs, QuantizedArray)
+    if not isinstance(rhs, QuantizedArray):
+        raise checks.not_quantized(caller, "rhs", rhs)
     options = Options.checked(caller, preferred_element_type, precision, out_sharding, backend)
     if isinstance(lhs, QuantizedActivations) or lhs_qtype is not None:
         rounding = quantized_lhs.Rounding(lhs_qtype, lhs_factor)

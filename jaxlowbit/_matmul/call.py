@@ -51,6 +51,11 @@ class Call:
         """The functions that compute the results by one custom call, by platform."""
         raise NotImplementedError
 
+    @property
+    def differentiable(self) -> "Call":
+        """The call with a composition that JAX differentiates and batches, of equal results."""
+        return self
+
     def unsupported(self, rows: Rows, weights: Weights, target: Target) -> str | None:
         """Returns None if the custom call of a target computes this, else the reason; operands are
         shapes and dtypes."""
@@ -147,7 +152,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call) -> Any:
         operands = [*primals]
         for i, value in zip(moving, values, strict=True):
             operands[i] = value
-        return call.composition(*operands)
+        return call.differentiable.composition(*operands)
 
     return jax.jvp(composition, [primals[i] for i in moving], [*moving.values()])
 
@@ -167,7 +172,7 @@ def _batch(operands: Sequence[Any], dims: Sequence[Any], *, call: Call) -> Any:
         ]
         outs = _call_p.bind(*front, *operands[rows:], call=call)
     else:
-        outs = jax.vmap(call.composition, in_axes=tuple(dims))(*operands)
+        outs = jax.vmap(call.differentiable.composition, in_axes=tuple(dims))(*operands)
     return outs, [0] * len(outs)
 
 

@@ -20,6 +20,8 @@ from .options import Options
 from .product import multiply
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+GatedActivation = Literal["silu", "gelu", "gelu_tanh", "relu", "gpt_oss"]
+"""Activations of a gate and an up; only products of experts support all of them."""
 
 _ACTIVATIONS: dict[str | None, Callable[[Array], Array]] = {
     None: lambda x: x,
@@ -28,6 +30,9 @@ _ACTIVATIONS: dict[str | None, Callable[[Array], Array]] = {
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
     "relu": jax.nn.relu,
 }
+
+GPT_OSS_ALPHA, GPT_OSS_LIMIT = 1.702, 7.0
+"""Constants of `swiglu` in `gpt_oss/torch/model.py` of github.com/openai/gpt-oss."""
 
 
 def check_activation(caller: str, activation: Any, *, optional: bool = False) -> None:
@@ -81,7 +86,7 @@ def gated_product(
     lhs: Array,
     gate_up: QuantizedArray,
     bias: Array | None,
-    activation: str,
+    activation: str | None,
     options: Options,
 ) -> Array:
     """`activation(lhs @ gate + bias[0]) * (lhs @ up + bias[1])`, with a bias (2, n)."""
@@ -99,8 +104,12 @@ def gated_product(
     return gated(gate, up, activation, out_dtype)
 
 
-def gated(gate: Array, up: Array, activation: str, out_dtype: Any) -> Array:
-    """`activation(gate) * up` of float32 products, rounded once."""
+def gated(gate: Array, up: Array, activation: str | None, out_dtype: Any) -> Array:
+    """`activation(gate) * up` of float32 products, rounded once; `"gpt_oss"` changes up too."""
+    if activation == "gpt_oss":
+        gate = jnp.minimum(gate, GPT_OSS_LIMIT)
+        up = jnp.clip(up, -GPT_OSS_LIMIT, GPT_OSS_LIMIT) + 1
+        return (gate * jax.nn.sigmoid(GPT_OSS_ALPHA * gate) * up).astype(out_dtype)
     return (_ACTIVATIONS[activation](gate) * up).astype(out_dtype)
 
 

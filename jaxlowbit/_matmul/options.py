@@ -15,14 +15,18 @@ from .._core.explicit import Sharding
 from .support import supported_backends
 
 Backend = Literal["cuda", "cpu", "pallas", "xla"]
+FLOAT16_SUMS = lax.DotAlgorithmPreset.F16_F16_F16
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Keyword arguments of `quantized_matmul` other than operands, hashable."""
+    """Keyword arguments of `quantized_matmul` other than operands, hashable.
+
+    `accumulate_float16`: whether `precision` lets kernels accumulate in float16.
+    """
 
     preferred_element_type: Any = None
-    precision: lax.DotAlgorithmPreset | None = None
+    accumulate_float16: bool = False
     out_sharding: Sharding | None = None
     backend: Backend | None = None
 
@@ -40,7 +44,7 @@ class Options:
             name = "preferred_element_type"
             preferred_element_type = checks.dtype(caller, name, preferred_element_type)
         preset = isinstance(precision, lax.DotAlgorithmPreset | None)
-        if not preset or precision not in (None, lax.DotAlgorithmPreset.F16_F16_F16):
+        if not preset or precision not in (None, FLOAT16_SUMS):
             raise ValueError(
                 f"{caller}: precision is {checks.brief(precision)}, but it must be None or "
                 "jax.lax.DotAlgorithmPreset.F16_F16_F16; leave it out to accumulate in float32."
@@ -50,8 +54,9 @@ class Options:
                 f"{caller}: out_sharding is {checks.brief(out_sharding)}, but it must be a jax.P, "
                 "a jax.NamedSharding or None."
             )
-        checks.choice(caller, "backend", backend, get_args(Backend), optional=True)
-        return cls(preferred_element_type, precision, out_sharding, backend)
+        if backend is not None:
+            checks.choice(caller, "backend", backend, get_args(Backend), optional=True)
+        return cls(preferred_element_type, precision is not None, out_sharding, backend)
 
     def replace(self, **changes: Any) -> "Options":
         return dataclasses.replace(self, **changes)
@@ -60,14 +65,9 @@ class Options:
         """The requested dtype of the result, by default the dtype of lhs."""
         return lhs.dtype if self.preferred_element_type is None else self.preferred_element_type
 
-    @property
-    def accumulate_float16(self) -> bool:
-        """Whether kernels may accumulate in float16."""
-        return self.precision is not None
-
     def check(self, caller: str, lhs: Any, rhs: QuantizedArray) -> None:
         """Raises if the requested backend, or every backend, lacks this product."""
-        rhs.check_version()
+        rhs.check_words()
         if lhs.dtype not in FLOATS:
             exact = ", or call integer_matmul" if lhs.dtype == jnp.int8 else ""
             raise ValueError(
@@ -79,7 +79,6 @@ class Options:
                 f"{caller}: lhs has shape {lhs.shape} and rhs {rhs.shape}, but the last axis "
                 f"of lhs must be k={rhs.k}; for an (n, k) weight, quantize its transpose."
             )
-        rhs.check_part()
         try:
             jnp.broadcast_shapes(lhs.shape[:-2], rhs.shape[:-2])
         except ValueError:
@@ -87,17 +86,16 @@ class Options:
                 f"{caller}: the leading axes {lhs.shape[:-2]} of lhs and {rhs.shape[:-2]} of "
                 "rhs do not broadcast; make them equal or 1."
             ) from None
-        out_dtype = self.out_dtype(lhs)
-        if out_dtype not in (lhs.dtype, jnp.float32):
+        if self.preferred_element_type not in (None, lhs.dtype, jnp.float32):
             raise ValueError(
-                f"{caller}: preferred_element_type is {out_dtype}, but the result has the "
-                f"dtype of lhs ({lhs.dtype}) or float32; cast the result."
+                f"{caller}: preferred_element_type is {self.preferred_element_type}, but the "
+                f"result has the dtype of lhs ({lhs.dtype}) or float32; cast the result."
             )
         if self.backend is not None:
             self._check_backend(caller, self.backend, lhs, rhs)
-        if self.precision is not None and lhs.dtype != jnp.float16:
+        if self.accumulate_float16 and lhs.dtype != jnp.float16:
             raise ValueError(
-                f"{caller}: precision is {self.precision}, but lhs is {lhs.dtype} and float16 sums "
+                f"{caller}: precision is {FLOAT16_SUMS}, but lhs is {lhs.dtype} and float16 sums "
                 "need float16 lhs; cast it, or leave precision out."
             )
 

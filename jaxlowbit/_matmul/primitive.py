@@ -27,12 +27,13 @@ def _abstract_eval(lhs: Any, *operands: Any, problem: Problem) -> Any:
     return lhs.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
 
 
-def equally_varying(*operands: Array | None) -> list[Array | None]:
-    """Inside `jax.shard_map`, marks operands as varying along every mesh axis that any varies
-    along."""
-    varying = [None if x is None else frozenset(jax.typeof(x).mat.varying) for x in operands]
-    axes = frozenset().union(*filter(None, varying))
+def equally_varying(*operands: Array | None) -> list[Array]:
+    """The operands that are not None; inside `jax.shard_map`, marked as varying along every mesh
+    axis that any varies along."""
+    operands = [operand for operand in operands if operand is not None]
+    varying = [frozenset(jax.typeof(x).mat.varying) for x in operands]
+    axes = frozenset().union(*varying)
     return [
-        x if x is None or own == axes else lax.pcast(x, tuple(axes - (own or set())), to="varying")
+        x if own == axes else lax.pcast(x, tuple(axes - own), to="varying")
         for x, own in zip(operands, varying, strict=True)
     ]

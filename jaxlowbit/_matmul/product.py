@@ -40,8 +40,8 @@ def multiply(lhs: Array, rhs: QuantizedArray, options: Options) -> Array:
     permutation = rhs.permutation
     if permutation is not None:
         permutation = permutations.spread(permutation, k_shards, rhs.padded_shape[0])
-    scale = codes_of(rhs.scale)
-    operands = Operands(*equally_varying(lhs, rhs.packed, scale, rhs.zero, rhs.index, permutation))
+    scale = rhs.scale if rhs.format.scale is None else codes_of(rhs.scale)
+    operands = Operands(lhs, rhs.packed, scale, rhs.zero, rhs.index, permutation)
     problem = Problem(
         format=rhs.format,
         columns=rhs.padded_shape[1],
@@ -52,7 +52,7 @@ def multiply(lhs: Array, rhs: QuantizedArray, options: Options) -> Array:
         accumulate_float16=accumulate_float16,
         backend=options.backend,
     )
-    out = quantized_matmul_p.bind(*operands.present(), problem=problem)
+    out = quantized_matmul_p.bind(*equally_varying(*operands), problem=problem)
     out = jnp.moveaxis(out, stacked, [extra + i for i in stacked])
     if rhs.tensor_scale is not None:
         out = in_units(out, rhs.unit).astype(out_dtype)

@@ -15,22 +15,17 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from .._backends import cpu, cuda, cuda_calls, extension
+from .._backends import cpu, cuda, cuda_calls
 from .._backends.cuda import HOPPER
+from .._backends.extension import ffi
 from .._backends.target import Target
 from .._core import checks, explicit, smoothing
 from .._core.activations import EXACT, QuantizedActivations, quantize_activations, value_dtype
 from .._core.array import QuantizedArray
 from . import epilogue, fused
 from .call import Product, Rows, Weights, run, unread
-from .options import Options
+from .options import FLOAT16_SUMS, Options
 from .product import multiply
-
-MOST_K = 2**17 - 1
-"""With a larger k, sums of 8-bit products may overflow int32, if every product is (-128)^2.
-
-The kernels see k padded to 16, so they do not check this limit.
-"""
 
 
 class Rounding(NamedTuple):
@@ -66,9 +61,9 @@ def product(
                     f"{caller}: {name} is {checks.brief(value)}, but lhs is quantized already; "
                     f"leave {name} out."
                 )
-    if options.precision is not None:
+    if options.accumulate_float16:
         raise ValueError(
-            f"{caller}: precision is {options.precision}, but quantized activations are multiplied "
+            f"{caller}: precision is {FLOAT16_SUMS}, but quantized activations are multiplied "
             "in bfloat16 with float32 sums; leave precision out."
         )
     floats, values = (jax.ShapeDtypeStruct(lhs.shape, dtype) for dtype in (lhs.dtype, EXACT))
@@ -183,7 +178,7 @@ def unsupported_bytes(
     if target.platform == "cuda":
         if not target.is_only(HOPPER):
             return "only GPUs of compute capability 9.0 multiply 8 bits"
-        reason = uncovered_bytes(values, rhs, pair=pair) or extension.uncompiled_activations()
+        reason = uncovered_bytes(values, rhs, pair=pair)
     elif target.exported:
         reason = "another CPU may lack the instruction"
     elif rhs.ndim != 2:
@@ -193,7 +188,9 @@ def unsupported_bytes(
     return reason or unread(target, jax.ShapeDtypeStruct(values.shape, EXACT), rhs)
 
 
-def uncovered_bytes(values: Any, rhs: QuantizedArray, *, pair: bool = False) -> str | None:
+def uncovered_bytes(
+    values: Any, rhs: QuantizedArray, *, pair: bool = False, built: bool = True
+) -> str | None:
     """Returns None if Hopper kernels multiply 8-bit values by a weight in 8 bits, else a reason."""
     if not all(isinstance(size, int) for size in values.shape[:-1]):
         return "the number of rows is not known"
@@ -201,9 +198,9 @@ def uncovered_bytes(values: Any, rhs: QuantizedArray, *, pair: bool = False) -> 
         return "the call multiplies 8 bits by one matrix, not by a stack"
     if rhs.permutation is not None or rhs.shards != (1, 1):
         return "the call multiplies 8 bits by rows that are neither permuted nor in shards"
-    if rhs.k > MOST_K:
-        return f"sums over k={rhs.k} may leave int32, which holds {MOST_K} products of 8 bits"
-    return cuda.unsupported_activations(values.dtype, rhs.format, rhs.k)
+    if rhs.k > (most := ffi.MAX_K_OF_8_BITS):
+        return f"sums over k={rhs.k} may leave int32, which holds {most} products of 8 bits"
+    return cuda.unsupported_activations(values.dtype, rhs.format, rhs.k, built=built)
 
 
 def too_few_rows(values: Any, rhs: QuantizedArray) -> str | None:

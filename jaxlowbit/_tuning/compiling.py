@@ -70,7 +70,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _device(name: str | None) -> Device:
-    if reason := extension.unavailable("cuda"):
+    if reason := extension.UNAVAILABLE["cuda"]:
         raise ValueError(f"{reason}.")
     if error := ffi.toolchain()["error"]:
         raise ValueError(f"{error}.")

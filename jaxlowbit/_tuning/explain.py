@@ -133,7 +133,7 @@ def _choice(
             lhs = narrow
         yield "values", "in 8 bits" if reason is None else f"as {lhs}, exactly: {reason}"
     if device.platform == "cpu":
-        yield "kernel", f"qmm_cpu, compiled for {extension.build_info()['cpu_isa'][0]}"
+        yield "kernel", f"qmm_cpu, compiled for {extension.BUILD['cpu_isa'][0]}"
         return
     # Leading axes of lhs that the stack lacks are more rows of the same weights.
     batch = math.prod(rows[1 - rhs.ndim : -1])
@@ -171,8 +171,8 @@ def _not_in_bytes(values: Any, rhs: QuantizedArray, device: Device) -> str | Non
         return cpu.unsupported_activations(values.dtype, math.prod(values.shape[:-1]), rhs.format)
     if device.capability != HOPPER:
         return "the kernels that multiply 8 bits are those of compute capability 9.0"
-    reason = quantized_lhs.uncovered_bytes(values, rhs) or quantized_lhs.too_few_rows(values, rhs)
-    return reason or (extension.uncompiled_activations() if device.here else None)
+    reason = quantized_lhs.uncovered_bytes(values, rhs, built=device.here)
+    return reason or quantized_lhs.too_few_rows(values, rhs)
 
 
 def _describe(device: Any) -> Device:

@@ -22,10 +22,10 @@ def add_info(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], 
 
 def report() -> Iterator[tuple[str, str]]:
     """Topic and finding, one pair per line of the report."""
-    build = extension.build_info()
+    build = extension.BUILD
     yield "jaxlowbit", f"{__version__}, Python {platform.python_version()}"
     yield "jax", f"{jax.__version__}, jaxlib {metadata.version('jaxlib')}"
-    built, runtime = build["ffi_api"], extension.runtime_ffi_version()
+    built, runtime = build["ffi_api"], extension.RUNTIME_API
     rule = f"built for {_dotted(built)}, which a jaxlib that speaks as much or more of it runs"
     yield "custom-call API", f"{rule}; this one speaks {_dotted(runtime)}"
     yield "CPU kernels", _listed(build["cpu_isa"])
@@ -79,7 +79,7 @@ def _backends(device: Any) -> str:
     custom_call = {"cpu": "cpu", "gpu": "cuda"}.get(device.platform)
     if custom_call is None:
         return "definition; there is no custom call for this platform"
-    reason = extension.unavailable(custom_call)
+    reason = extension.UNAVAILABLE[custom_call]
     return f"{custom_call}, definition" if reason is None else f"definition; {reason}"
 
 

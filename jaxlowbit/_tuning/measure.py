@@ -11,7 +11,7 @@ from jax import Array
 
 from .._backends import selection, times
 from .._backends.selection import DeviceFacts, Product
-from .._core import layout
+from .._core import super_blocks
 from .table import Entry
 from .weights import Weight
 
@@ -67,9 +67,9 @@ def _random_stack(key: Any, weight: Weight, copies: int) -> _Stack:
     """Random quantized values, and scales that give the weights a variance of about 1/k."""
     format = weight.format
     keys = jax.random.split(key, 3)
-    words = (copies, *layout.packed_shape(weight.k, weight.n, format.bits))
-    packed = jax.random.bits(keys[0], words, jnp.uint32)
-    groups = (copies, *layout.groups_shape(weight.k, weight.n, format.group_size))
+    words, groups = super_blocks.stored_shapes(weight.k, weight.n, format)
+    packed = jax.random.bits(keys[0], (copies, *words), jnp.uint32)
+    groups = (copies, *groups)
     scale = jax.random.uniform(keys[1], groups, jnp.float32, 0.5, 1.5)
     scale = (scale / (format.offset * weight.k**0.5)).astype(weight.scale)
     zero = None

@@ -124,7 +124,7 @@ def _print(path: Path) -> None:
 
 def _gpu() -> DeviceFacts:
     device = devices.first()
-    reason = extension.unavailable("cuda") if device.platform == "cuda" else "JAX sees none"
+    reason = extension.UNAVAILABLE["cuda"] if device.platform == "cuda" else "JAX sees none"
     if reason := reason or target.unfit(device.capability):
         raise ValueError(f"tune: this needs an NVIDIA GPU whose kernels are here, and {reason}.")
     return device.facts

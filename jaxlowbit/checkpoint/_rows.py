@@ -30,9 +30,8 @@ def rows_of(array: QuantizedArray) -> Rows:
         raise ValueError("its rows are permuted or padded for shards, which has no counterpart")
     if array.format.scale == "two_level":
         raise ValueError("its scales have two levels; load it without scale_dtype='two_level'")
-    groups = layout.num_groups(array.k, array.format.group_size)
-    if array.format.group_size > 0:
-        groups = -(-array.k // array.format.group_size)
+    size = array.format.group_size
+    groups = 1 if size == -1 else -(-array.k // size)
 
     def per_group(values: jnp.ndarray) -> np.ndarray:
         return np.asarray(layout.unpack_groups(values)[:groups, : array.n]).T

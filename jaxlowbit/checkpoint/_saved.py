@@ -160,8 +160,7 @@ def _tensors(name: str, leaf: Any) -> dict[str, Any]:
             f"save: {name} is a view made by select, whose stack would be stored whole; save the "
             "stack, or stack[i]."
         )
-    leaf.check_version()
-    leaf.check_part()
+    leaf.check_words()
     found = {part: getattr(leaf, part) for part in _STORED}
     return {f"{name}.{x}": _checked(name, a) for x, a in found.items() if a is not None}
 

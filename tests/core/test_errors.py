@@ -413,8 +413,8 @@ def test_unknown_backend(matrix):
 @pytest.fixture
 def available(monkeypatch):
     """Pretends that this build has the custom calls of every platform."""
-    monkeypatch.setattr(extension, "unavailable", lambda platform: None)
-    monkeypatch.setattr(extension, "uncompiled", lambda *product, **how: None)
+    monkeypatch.setattr(extension, "UNAVAILABLE", {"cpu": None, "cuda": None})
+    monkeypatch.setattr(extension, "no_compiler", lambda what: None)
 
 
 @pytest.mark.parametrize(
@@ -435,8 +435,9 @@ def test_backend_that_cannot(available, weight, backend, format, dtype, reason):
 
 
 def test_build_without_cuda(monkeypatch, matrix):
-    monkeypatch.setattr(extension, "build_info", lambda: {"ffi_api": (0, 3), "cuda": False})
-    monkeypatch.setattr(extension, "unavailable", extension.unavailable.__wrapped__)
+    monkeypatch.setattr(extension, "BUILD", {"ffi_api": (0, 3), "cuda": False})
+    reason = extension._unavailable("cuda")
+    monkeypatch.setattr(extension, "UNAVAILABLE", {"cuda": reason})
     with refuses("this build has no CUDA kernels; reinstall where nvcc is found"):
         quantized_matmul(LHS.astype(jnp.bfloat16), matrix, backend="cuda")
 

@@ -557,9 +557,9 @@ def test_version_of_arrays_from_outside_is_checked(stack):
     leaves, treedef = jax.tree.flatten(stack)
     stored = jax.tree.unflatten(treedef, [*leaves[:-1], jnp.full(3, 2, jnp.uint32)])
     with pytest.raises(ValueError, match=r"layout version \[2\], but this library reads version 1"):
-        stored.check_version()
-    stack.check_version()
-    jax.eval_shape(lambda q: q.check_version(), stored)
+        stored.check_words()
+    stack.check_words()
+    jax.eval_shape(lambda q: q.check_words(), stored)
 
 
 def test_words_of_another_version_are_not_used(stack):

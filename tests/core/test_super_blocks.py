@@ -72,7 +72,7 @@ def test_no_weight_is_off_by_more_than_half_a_scale(format):
     array = quantize(weight, format, quantizer="absmax")
     assert (
         array.scale.dtype == jnp.uint8
-        and array.scale.shape[-2] == super_blocks.scale_shape(k, 40, format)[1]
+        and array.scale.shape[-2] == super_blocks.stored_shapes(k, 40, format)[1][1]
     )
     missed = np.abs(np.asarray(dequantized(array, jnp.float32)) - weight)
     if format.codebook is None:
@@ -264,7 +264,9 @@ def test_unsupported_files_raise():
         Format(4, 48, scale="two_level")
     with pytest.raises(ValueError, match="group_size=-1 with scale='two_level'"):
         Format(4, scale="two_level")
-    with pytest.raises(ValueError, match="zero='integer' with scale='two_level', whose zeros must be"):
+    with pytest.raises(
+        ValueError, match="zero='integer' with scale='two_level', whose zeros must be"
+    ):
         Format(4, 32, "integer", scale="two_level")
     values, scale = jnp.zeros((256, 8), jnp.uint8), jnp.ones((8, 8), jnp.int8)
     floats = jnp.ones((1, 8))

@@ -83,7 +83,7 @@ def test_unsupported_problems_have_a_reason(cuda, dtype, heads, size, reason):
 
 
 def test_a_build_without_kernels_has_a_reason(monkeypatch):
-    monkeypatch.setattr(extension, "unavailable", lambda platform: f"no {platform}")
+    monkeypatch.setattr(extension, "UNAVAILABLE", {name: f"no {name}" for name in ("cpu", "cuda")})
     sizes = {"heads": 32, "kv_heads": 8, "head_size": 128}
     assert cuda_attend.unsupported(jnp.dtype("bfloat16"), **sizes) == "no cuda"
     assert not attention.native(jnp.dtype("bfloat16"), **sizes)

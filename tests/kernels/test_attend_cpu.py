@@ -159,7 +159,7 @@ def test_unsupported_heads_have_a_reason(monkeypatch):
     assert cpu_attend.unsupported(jnp.dtype("float32"), head_size=256) is None
     assert "up to 256" in (cpu_attend.unsupported(jnp.dtype("float32"), head_size=257) or "")
     assert "float32" in (cpu_attend.unsupported(jnp.dtype("float64"), head_size=64) or "")
-    monkeypatch.setattr(extension, "unavailable", lambda platform: f"no {platform}")
+    monkeypatch.setattr(extension, "UNAVAILABLE", {name: f"no {name}" for name in ("cpu", "cuda")})
     assert cpu_attend.unsupported(jnp.dtype("float32"), head_size=64) == "no cpu"
 
 

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(PLATFORM != "cpu", reason="the kernels of the CP
 K, N = 333, 70
 ROWS = (1, 2, 3, 4, 9, 40)  # single rows, and panels with full and partial row tiles
 ZEROS = ("none", "integer", "float")
-ISA = extension.build_info()["cpu_isa"][0]
+ISA = extension.BUILD["cpu_isa"][0]
 product = jax.jit(lambda lhs, rhs: lhs @ rhs)
 # One program for all inputs, to compile once.
 products = jax.jit(lambda inputs, rhs: [lhs @ rhs for lhs in inputs])

@@ -24,12 +24,12 @@ PROGRAM = f"""
 import sys
 import pytest
 from jaxlowbit._backends import extension
-assert extension.build_info()["cpu_isa"][0] == sys.argv[1]
+assert extension.BUILD["cpu_isa"][0] == sys.argv[1]
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-k", {SOME!r}, *{FILES!r}]))
 """
 
 
-@pytest.mark.parametrize("isa", extension.build_info()["cpu_isa"][1:])
+@pytest.mark.parametrize("isa", extension.BUILD["cpu_isa"][1:])
 def test_products_of_an_instruction_set(isa):
     environment = os.environ | {"JAXLOWBIT_CPU_ISA": isa}
     run = [sys.executable, "-c", PROGRAM, isa]
@@ -39,8 +39,8 @@ def test_products_of_an_instruction_set(isa):
 
 
 def test_an_unknown_instruction_set_changes_nothing():
-    code = "from jaxlowbit._backends import extension; print(extension.build_info()['cpu_isa'])"
+    code = "from jaxlowbit._backends import extension; print(extension.BUILD['cpu_isa'])"
     environment = os.environ | {"JAXLOWBIT_CPU_ISA": "sse9"}
     run = [sys.executable, "-c", code]
     found = subprocess.run(run, env=environment, capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == str(extension.build_info()["cpu_isa"])
+    assert found.stdout.strip() == str(extension.BUILD["cpu_isa"])

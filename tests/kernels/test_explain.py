@@ -82,10 +82,10 @@ def test_a_gpu_that_jax_sees(monkeypatch, cores, said):
     device = types.SimpleNamespace(
         platform="gpu", device_kind="NVIDIA GPU", compute_capability="8.6", **cores
     )
-    monkeypatch.setattr(extension, "unavailable", lambda platform: None)
+    monkeypatch.setattr(extension, "UNAVAILABLE", {"cpu": None, "cuda": None})
     text = explain(like(1, K), weight(), device=device)
     assert f"the {said} multiprocessors of NVIDIA GPU" in text
-    monkeypatch.setattr(extension, "unavailable", lambda platform: "no kernels were built")
+    monkeypatch.setattr(extension, "UNAVAILABLE", {"cpu": None, "cuda": "no kernels were built"})
     assert "why      no kernels were built" in explain(like(1, K), weight(), device=device)
     assert "no kernels" not in explain(like(1, K), weight(), device="H200")
 
@@ -99,7 +99,7 @@ def test_a_platform_without_custom_calls():
 
 def test_the_cpu():
     text = explain(like(1, K, dtype="float32"), weight(INT4.replace(zero="float")), device="cpu")
-    assert f"qmm_cpu, compiled for {extension.build_info()['cpu_isa'][0]}" in text
+    assert f"qmm_cpu, compiled for {extension.BUILD['cpu_isa'][0]}" in text
 
 
 @pytest.mark.parametrize(
@@ -174,8 +174,8 @@ def test_quantized_activations_on_the_cpu(monkeypatch):
         ("amx", 2, "AMX multiplies more rows faster"),
         ("avx2", 1, "no AVX-512 VNNI"),
     ]:
-        info = extension.build_info() | {"cpu_isa": [isa]}
-        monkeypatch.setattr(extension, "build_info", lambda info=info: info)
+        info = extension.BUILD | {"cpu_isa": [isa]}
+        monkeypatch.setattr(extension, "BUILD", info)
         text = explain(quantized(m), weight(), device="cpu")
         assert re.search(rf"^values .*{said}", text, re.MULTILINE)
 

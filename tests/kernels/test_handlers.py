@@ -235,7 +235,7 @@ def test_versions_are_one_fact():
 # --- compilation at instantiation -----------------------------------------------------------------
 
 
-@pytest.mark.skipif(not extension.build_info()["cuda"], reason="this build has no CUDA kernels")
+@pytest.mark.skipif(not extension.BUILD["cuda"], reason="this build has no CUDA kernels")
 @pytest.mark.parametrize(
     "products",
     [None, NUMBERS, np.tile(NUMBERS, 3), NUMBERS[:5], NUMBERS - 100, NUMBERS * 2**50],

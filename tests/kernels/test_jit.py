@@ -17,7 +17,7 @@ import wgmma_hazards
 
 from jaxlowbit import NF4, Format
 from jaxlowbit._backends import extension, instances
-from jaxlowbit._backends.extension import build_info, ffi
+from jaxlowbit._backends.extension import BUILD, ffi
 from jaxlowbit._command import main
 from jaxlowbit._tuning.info import report
 
@@ -44,7 +44,7 @@ ROUNDS = (
 )
 SMALL = [("sm80", INSTANCES["sm80"])]
 
-pytestmark = pytest.mark.skipif(not build_info()["cuda"], reason="this build has no CUDA kernels")
+pytestmark = pytest.mark.skipif(not BUILD["cuda"], reason="this build has no CUDA kernels")
 
 # Runs in a separate process, because a process looks for the compiler and its cache only once.
 # Imports the compiled module without JAX, in a twentieth of the time.

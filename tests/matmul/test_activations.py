@@ -207,9 +207,8 @@ ROUNDED, PRODUCT = ["rounded_activations"], ["quantized_matmul"]
 @pytest.fixture
 def cuda(monkeypatch):
     """Allows lowering for CUDA in builds without CUDA kernels."""
-    monkeypatch.setattr(extension, "unavailable", lambda platform: None)
-    monkeypatch.setattr(extension, "uncompiled", lambda *product, **how: None)
-    monkeypatch.setattr(extension, "uncompiled_activations", lambda: None)
+    monkeypatch.setattr(extension, "UNAVAILABLE", {"cpu": None, "cuda": None})
+    monkeypatch.setattr(extension, "no_compiler", lambda what: None)
 
 
 @pytest.fixture
@@ -316,10 +315,10 @@ def test_a_mesh_that_divides_k_rounds_whole_tokens(hopper):
 
 def test_sums_of_8_bit_products_stay_in_int32(monkeypatch):
     """Larger K is multiplied in bfloat16, including on Hopper."""
-    most = quantized_lhs.MOST_K
+    most = extension.ffi.MAX_K_OF_8_BITS
     assert 128 * 128 * most < 2**31 <= 128 * 128 * (most + 1)
     monkeypatch.setattr(quantized_lhs, "unread", lambda *_: None)
-    monkeypatch.setattr(quantized_lhs.extension, "uncompiled_activations", lambda: None)
+    monkeypatch.setattr(extension, "no_compiler", lambda what: None)
     call, hopper = quantized_lhs.Scaled(None, Options()), Target("cuda", frozenset({90}))
     found = []
     for k in (most, most + 1):
@@ -331,7 +330,7 @@ def test_sums_of_8_bit_products_stay_in_int32(monkeypatch):
 
 def test_the_longest_sums_are_right():
     """With every product at its maximum, 2^17 of them reach the limit of int32."""
-    k = quantized_lhs.MOST_K + 1
+    k = extension.ffi.MAX_K_OF_8_BITS + 1
     rhs = QuantizedArray.from_integers(
         np.full((k, 64), -128, np.int8), jnp.ones((1, 64)), format=Format(8)
     )

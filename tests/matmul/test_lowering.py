@@ -25,8 +25,8 @@ FOUR = Format(4, 32)
 @pytest.fixture
 def cuda(monkeypatch):
     """Allows lowering for CUDA in builds without CUDA kernels."""
-    monkeypatch.setattr(extension, "unavailable", lambda platform: None)
-    monkeypatch.setattr(extension, "uncompiled", lambda *product, **how: None)
+    monkeypatch.setattr(extension, "UNAVAILABLE", {"cpu": None, "cuda": None})
+    monkeypatch.setattr(extension, "no_compiler", lambda what: None)
 
 
 def like(*shape, dtype="bfloat16"):
@@ -251,7 +251,7 @@ def test_forced_backend_is_its_custom_call(cuda, backend):
 
 
 def test_unavailable_custom_calls_are_the_definition(monkeypatch):
-    monkeypatch.setattr(extension, "unavailable", lambda platform: "it is too old")
+    monkeypatch.setattr(extension, "UNAVAILABLE", {"cpu": "it is too old", "cuda": "it is too old"})
     for platform in ("cpu", "cuda"):
         assert calls(lowered(product, like(5, K), stack(), platform=platform)) == 0
     reasons = jaxlowbit.supported_backends(like(5, K), stack())
@@ -323,8 +323,8 @@ def test_gpus_without_kernels_raise_for_the_custom_call(cuda, gpus):
 def test_gpus_of_other_architectures_run_the_definition(
     cuda, gpus, monkeypatch, built, capability, runs
 ):
-    build = extension.build_info() | {"cuda_architectures": built}
-    monkeypatch.setattr(extension, "build_info", lambda: build)
+    build = extension.BUILD | {"cuda_architectures": built}
+    monkeypatch.setattr(extension, "BUILD", build)
     gpus(capability)
     assert calls(lowered(product, like(5, K), stack(), platform="cuda")) == runs
     seen = Target("cuda", frozenset({int(capability.replace(".", ""))}))

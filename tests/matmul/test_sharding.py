@@ -356,7 +356,7 @@ def test_shards_divide_the_matrix():
 
 
 def test_programs_for_cuda_are_divided_too(mesh, monkeypatch):
-    monkeypatch.setattr(extension, "unavailable", lambda platform: None)
+    monkeypatch.setattr(extension, "UNAVAILABLE", {"cpu": None, "cuda": None})
     lhs, rhs = arrays(256, 256, FOUR, dtype="bfloat16")
     q = put(rhs, mesh, rhs.partition_spec(mesh, k="b"))
     program = jax.jit(lambda x, q: x @ q).trace(lhs, q).lower(lowering_platforms=("cuda",))

@@ -50,6 +50,7 @@ WRONG: list[Callable[[], Any]] = [
     *map(constant, (jnp.float32, jnp.int8, np.float64, "int4-g128", slice(None), Ellipsis)),
     *map(constant, (jax.nn.relu, lambda: None, jax.P("model"), jax.lax.Precision.HIGHEST)),
     *map(given, ("x", "w", "q", "down", "pair", "integers", "scale", "mesh", "square")),
+    *map(given, ("experts", "gate_up", "downs")),
     lambda: np.ones((3, K)),
     lambda: np.ones((K, N), np.int64),
     lambda: np.array(["a", "b"]),
@@ -215,6 +216,10 @@ RIGHT: dict[str | tuple[str, str], Callable[[Any], bool]] = {
     "x": shaped((K,)),
     "xs": shaped((None,)),
     "zero": NOTHING,
+    "down_bias": NOTHING,
+    "gate_up_bias": NOTHING,
+    "group_offset": among(None, 0, 1, 2, 4, -1, -2, 2**40),
+    "group_sizes": among((1, 2, 3)),
     # The equation, and possible names of parameters.
     ("linen.EinsumLayer", "bias"): of(str, type(None)),
     ("linen.EinsumLayer", "weight"): lambda value: isinstance(value, str) or callable(value),

@@ -154,7 +154,7 @@ def test_api_pages_are_complete():
 def test_api_table_justifies_every_name():
     rows = re.findall(r"^\| \[`[^|]*#([\w.]+)\) \| [^|]+ \| [^|]+ \|$", API, re.MULTILINE)
     assert sorted(rows) == NAMES
-    assert len(rows) <= 70
+    assert len(rows) <= 72
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])

@@ -21,7 +21,7 @@ from problems import PROBLEMS
 
 from jaxlowbit import INT4
 from jaxlowbit._backends import selection
-from jaxlowbit._backends.extension import build_info
+from jaxlowbit._backends.extension import BUILD
 from jaxlowbit._core.format_table import NAMED
 from jaxlowbit._tuning.devices import GPUS
 
@@ -129,7 +129,7 @@ def plain(found: tuple[Golden, ...]) -> list[Golden]:
 def test_a_sample_has_golden_bits():
     """To see differences: python tools/golden.py"""
     found = plain(problems("cpu"))
-    isa = build_info()["cpu_isa"]
+    isa = BUILD["cpu_isa"]
     usable = [x for x in isa if golden.path_for({"platform": "cpu", "cpu_isa": x}).exists()]
     assert usable, f"there are no golden results of {isa}"
     path = golden.path_for({"platform": "cpu", "cpu_isa": usable[0]})

@@ -146,7 +146,7 @@ def test_info_reports_the_build_and_the_devices():
 
 
 def test_custom_calls_of_the_cpu_are_there():
-    assert extension.unavailable("cpu") is None
+    assert extension.UNAVAILABLE["cpu"] is None
 
 
 # --- errors ---------------------------------------------------------------------------------------

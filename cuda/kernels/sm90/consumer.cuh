@@ -24,7 +24,7 @@ __device__ void LoadUnits(const Params& p, const Tile& tile, Factors<I>& units) 
 #pragma unroll
   for (int s = 0; s < I::kStrips; ++s) {
     const int strip = tile.strip + warpgroup * I::kStrips + s;
-    const int64_t product = ScheduleOf(p).Position(tile.batch, strip);
+    const int64_t product = ScheduleOf<I>(p, tile).Position(tile.batch, strip);
     const int n = (gated ? strip / 2 : strip) * static_cast<int>(kAtom) +
                   static_cast<int>(threadIdx.x) / 32 % 4 * 16 + lane / 4;
 #pragma unroll

@@ -64,8 +64,8 @@ class StageFiller {
   static constexpr int kStripBytes = I::kStageAtoms * kAtomBytes<I::kBits>;
 
   __device__ Strips StripsOf(const Tile& tile) const {
-    return {static_cast<int>(StripOf(p_, tile, 0)),
-            p_.epilogue.gated ? static_cast<int>(StripOf(p_, tile, 1)) : 0};
+    return {static_cast<int>(StripOf<I>(p_, tile, 0)),
+            p_.epilogue.gated ? static_cast<int>(StripOf<I>(p_, tile, 1)) : 0};
   }
 
   __device__ Stage StageOf(int atom, const RingCursor& cursor) const {
@@ -75,6 +75,7 @@ class StageFiller {
 
   // Whether a tile has fewer rows than others.
   __device__ bool IsLast(const Tile& tile) const {
+    if constexpr (I::kRagged) return false;  // the rows of the next group follow
     return tile.m0 + I::kM > ScheduleOf(p_).Rows(tile.batch);
   }
 
@@ -118,8 +119,9 @@ class StageFiller {
 
   // `last`: IsLast(tile). The map's columns are 16-bit elements.
   __device__ void LoadLhs(const Stage& stage, const Tile& tile, bool last) const {
+    const int batch = I::kRagged ? 0 : tile.batch;
     if (p_.lhs_in_atoms && !last) {
-      TmaLoad(stage.memory, &p_.lhs, 0, tile.m0, stage.atom, tile.batch, stage.full);
+      TmaLoad(stage.memory, &p_.lhs, 0, tile.m0, stage.atom, batch, stage.full);
       return;
     }
 #pragma unroll
@@ -131,10 +133,10 @@ class StageFiller {
       const uint32_t target = stage.memory + i * I::kLhsBytes + part * kLhsRowBytes;
       const CUtensorMap* map = last ? &p_.last_lhs : &p_.lhs;
       if (p_.peer_shift == 0) {
-        TmaLoad(target, map, column, tile.m0, block, tile.batch, stage.full);
+        TmaLoad(target, map, column, tile.m0, block, batch, stage.full);
       } else {
         const int peers = (1 << (1 << p_.peer_shift)) - 1;
-        TmaLoadMulticast(target, map, column, tile.m0 + part, 0, tile.batch, stage.full, peers);
+        TmaLoadMulticast(target, map, column, tile.m0 + part, 0, batch, stage.full, peers);
       }
     }
   }

@@ -6,6 +6,12 @@
 
 namespace jaxlowbit::sm90 {
 
+// Variants of ragged products begin here.
+constexpr int kRaggedVariants = 32;
+static_assert(kNumTiles <= kRaggedVariants);
+
+int TileOf(const InstanceKey& key) { return key.variant % kRaggedVariants; }
+
 bool IsPrebuilt(const InstanceKey& key) {
   const bool is_common =
       key.bits == 4 && key.lhs == ElementType::kBf16 && key.zero == ZeroKind::kNone;
@@ -14,13 +20,18 @@ bool IsPrebuilt(const InstanceKey& key) {
 
 InstanceKey KeyOf(const QuantizedMatmul& problem, int tile) {
   return {Family::kSm90, problem.lhs,      problem.scale, problem.zero,
-          problem.bits,  problem.codebook, tile};
+          problem.bits,  problem.codebook, tile + (problem.is_ragged() ? kRaggedVariants : 0)};
 }
 
 std::string NameOf(const InstanceKey& key) {
-  return "jaxlowbit::sm90::QmmSm90Kernel<jaxlowbit::sm90::Instance<" + CudaName(key.lhs) + ", " +
-         CudaName(key.scale) + ", " + CudaName(key.zero) + ", " + std::to_string(key.bits) + ", " +
-         std::to_string(key.variant) + LastArgument(key.codebook) + ">>";
+  const std::string instance = "jaxlowbit::sm90::Instance<" + CudaName(key.lhs) + ", " +
+                               CudaName(key.scale) + ", " + CudaName(key.zero) + ", " +
+                               std::to_string(key.bits) + ", " + std::to_string(TileOf(key)) +
+                               LastArgument(key.codebook) + ">";
+  return "jaxlowbit::sm90::QmmSm90Kernel<" +
+         (key.variant >= kRaggedVariants ? "jaxlowbit::sm90::RaggedInstance<" + instance + ">"
+                                         : instance) +
+         ">";
 }
 
 std::vector<InstanceKey> InstancesOf(int bits) {

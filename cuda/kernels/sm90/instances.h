@@ -18,6 +18,9 @@ using KernelFunction = void (*)(Params);
 // only for 4-bit weights without zeros and bfloat16 lhs.
 bool IsPrebuilt(const InstanceKey& key);
 
+// The number of the tile shape of an instance.
+int TileOf(const InstanceKey& key);
+
 // The instance for `problem` and a tile shape.
 InstanceKey KeyOf(const QuantizedMatmul& problem, int tile);
 

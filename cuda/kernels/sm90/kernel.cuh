@@ -20,6 +20,9 @@
 //             end of a tile: epilogue ─► store                                           (store.cuh)
 //             end of a part of the tail: partial sums to the workspace, for a kernel that adds them (reduce.cuh)
 //
+// Ragged. Rows are sorted by group, and the tile's rows belong to one group. A CTA first makes a table of the groups in
+// shared memory, and finds its tiles there (params.cuh). Tiles are not split along k.
+//
 // Gated. Strips of a CTA are in pairs: the same channels of the gate and of up. Tiles with an odd number of strips do
 // not support gated products.
 //
@@ -70,21 +73,28 @@ __global__ void __launch_bounds__(I::kThreads, I::kTile.ctas_per_sm)
   const Memory memory = {Opaque(SharedAddress(shared))};
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (warp == I::kWarps) InitBarriers<I>(p.plan, p.peer_shift, memory);
+  if constexpr (I::kRagged) {
+    if (warp == 0) {
+      WaitForPreviousKernels();  // they may have written the sizes
+      StoreGroups<I>(p, memory);
+    }
+  }
   __syncthreads();  // barriers exist
   ArriveAtCluster();
   LaunchDependents();
   const int rank = p.peer_shift > 0 ? ClusterRank() : 0;
   const int cluster = blockIdx.x >> p.peer_shift, clusters = gridDim.x >> p.peer_shift;
+  const int num_tasks = NumTasks<I>(p, memory);
   RingCursor cursor = {0, 0};
   if (warp >= I::kWarps) {
     if constexpr (I::kReallocatesRegisters) ReleaseRegisters<I::kCopyRegisters>();
     WaitForArrivals();  // barriers of all CTAs exist
     if (warp == I::kWarps && IsElected()) {
       const StageFiller<I> filler(p, rank, memory);
-      int ahead = cluster < p.num_tasks ? filler.LoadAhead(TaskOf<I>(p, cluster, rank)) : 0;
+      int ahead = cluster < num_tasks ? filler.LoadAhead(TaskOf<I>(p, memory, cluster, rank)) : 0;
       WaitForPreviousKernels();
-      for (int number = cluster; number < p.num_tasks; number += clusters) {
-        filler.Fill(TaskOf<I>(p, number, rank), ahead, cursor);
+      for (int number = cluster; number < num_tasks; number += clusters) {
+        filler.Fill(TaskOf<I>(p, memory, number, rank), ahead, cursor);
         ahead = 0;
       }
     }
@@ -98,8 +108,14 @@ __global__ void __launch_bounds__(I::kThreads, I::kTile.ctas_per_sm)
     WaitForPreviousKernels();
     Accumulators<I> acc;
     Factors<I> factors;
-    for (int number = cluster; number < p.num_tasks; number += clusters) {
-      const Task task = TaskOf<I>(p, number, rank);
+    for (int number = cluster; number < num_tasks; number += clusters) {
+      const Task task = TaskOf<I>(p, memory, number, rank);
+      if constexpr (I::kRagged) {
+        if (task.tile.batch < 0) {
+          storer.StoreZeros(task.tile);
+          continue;
+        }
+      }
       if (task.partial < 0) storer.Begin(task.tile);
       multiplier.Multiply(task, acc, factors, cursor);
       if (task.partial < 0) {

@@ -11,6 +11,7 @@
 #include "cuda/kernels/sm90/params.cuh"
 #include "cuda/kernels/sm90/reduce.cuh"
 #include "cuda/kernels/tensor_map.h"
+#include "cuda/select/ragged.h"
 
 namespace jaxlowbit::sm90 {
 namespace {
@@ -55,11 +56,13 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
   p.m = static_cast<int>(problem.m);
   p.n = static_cast<int>(problem.n);
   p.plan = PlanOf(problem, tile);
-  p.ahead_stages = problem.pdl ? p.plan.num_stages : 0;
+  p.ahead_stages = problem.pdl && !problem.is_ragged() ? p.plan.num_stages : 0;
   p.lhs_rows = tile.m / choice.peers;
   p.lhs_in_atoms = choice.peers == 1 && problem.k % kAtom == 0 && !Is8Bit(problem.lhs);
   // Swizzled tiles are multiples of 8 rows.
-  p.last_rows = static_cast<int>(CeilDiv(p.m % tile.m, 8 * choice.peers)) * 8;
+  p.last_rows = problem.is_ragged()
+                    ? 0
+                    : static_cast<int>(CeilDiv(p.m % tile.m, 8 * choice.peers)) * 8;
   p.group_bytes = p.plan.bytes.scales + p.plan.bytes.zeros;
   p.n_blocks = static_cast<int>(problem.n_blocks());
   p.strips = static_cast<int>(problem.strips());
@@ -77,6 +80,8 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
   p.splits = schedule.splits;
   p.num_tasks = static_cast<int>(schedule.tasks());
   p.partial_sums = static_cast<float*>(buffers.workspace);
+  p.ragged = RaggedOf(problem, buffers);
+  p.column_tiles = WideDivideBy(p.tiles_n);
   return p;
 }
 
@@ -120,7 +125,7 @@ cudaError_t DescribeOperands(const QuantizedMatmul& problem, const Buffers& buff
 }  // namespace
 
 cudaError_t Load(const InstanceKey& key, const void* function) {
-  return AllowSharedMemory(function, Sm90SharedBytes(kTiles[key.variant].ctas_per_sm));
+  return AllowSharedMemory(function, Sm90SharedBytes(kTiles[TileOf(key)].ctas_per_sm));
 }
 
 cudaError_t Prepare(Device& device) {
@@ -157,7 +162,9 @@ cudaError_t Launch(const QuantizedMatmul& problem, const Buffers& buffers, const
   Params p = ParamsOf(problem, buffers, choice, schedule);
   error = DescribeOperands(problem, buffers, tile, p);
   if (error != cudaSuccess) return error;
-  const int64_t clusters = std::min(schedule.tasks(), schedule.resident);
+  const int64_t tasks = problem.is_ragged() ? MaxBlocks(problem, tile.m) * p.tiles_n  // or fewer
+                                            : schedule.tasks();
+  const int64_t clusters = std::min(tasks, schedule.resident);
   const LaunchConfig launch(clusters * choice.peers, tile.threads(), p.plan.shared_bytes(), stream,
                             problem.pdl, choice.peers);
   error = LaunchFunction(launch, function, &p);

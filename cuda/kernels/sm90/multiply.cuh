@@ -213,7 +213,7 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
 #pragma unroll
     for (int s = 0; s < I::kStrips; ++s) {
       const int strip = warpgroup * I::kStrips + max(0, min(s, strips - 1));
-      const int64_t first = StripOf(p_, task.tile, strip) * p_.groups + group;
+      const int64_t first = StripOf<I>(p_, task.tile, strip) * p_.groups + group;
       scales[s] = static_cast<const uint4*>(p_.scale) + first * kChunks;
     }
     uint32_t any = 0;

@@ -16,6 +16,7 @@
 #include "cuda/device/layout.cuh"
 #include "cuda/device/schedule/batched.cuh"
 #include "cuda/device/schedule/order.cuh"
+#include "cuda/device/schedule/ragged.cuh"
 #include "cuda/kernels/epilogue.cuh"
 #include "cuda/kernels/sm90/plan.h"
 #include "cuda/types.h"
@@ -62,6 +63,13 @@ struct Instance {
   static constexpr bool kReallocatesRegisters =
       kRegisters < 256;  // 255 registers per thread is the hardware limit
   static constexpr int kStoreRows = StoreRows(kTile);
+  static constexpr bool kRagged = false;
+};
+
+// The instance of a ragged product: a tile is a block of rows of one group (device/schedule/ragged.cuh).
+template <class Dense>
+struct RaggedInstance : Dense {
+  static constexpr bool kRagged = true;
 };
 
 // Code path of the epilogue.
@@ -122,28 +130,110 @@ struct Params {
   const float* lhs_scale;  // [batch, m], of an lhs of 8 bits
   UnitParams units;
   int ahead_stages;  // stages whose weights are loaded before the previous kernels have ended
+  RaggedParams ragged;      // for a RaggedInstance, with
+  WideDivider column_tiles;  // a divisor of tiles_n
 };
 
-// A position in the product.
+// A position in the product. Ragged: `batch` is the expert, or negative for rows that are zero; rows count from the
+// first one of lhs.
 struct Tile {
   int batch, strip, m0;
+  int end;  // ragged: the end of the group's rows
 };
 
 __device__ inline Batched<int> ScheduleOf(const Params& p) { return {p.m, p.epilogue.gated}; }
+
+// The rows and weights of a tile. Ragged: rows count from the first one of lhs, and Rows is the group's end.
+template <class I, bool kMayBeGated = true>
+__device__ auto ScheduleOf(const Params& p, const Tile& tile) {
+  if constexpr (I::kRagged) {
+    return Ragged<kMayBeGated>{tile.batch, 0, tile.end, p.ragged.experts, p.epilogue.gated};
+  } else {
+    return Batched<int, kMayBeGated>{p.m, p.epilogue.gated};
+  }
+}
 
 // The tile of the first peer of a cluster.
 __device__ inline Tile TileOf(const Params& p, int number, int strips, int m) {
   const Bands bands = {p.tiles_n, p.batch_tiles, p.band_tiles, p.last_width};
   const TilePlace<int> place = bands.Find(number, strips, m);
-  return {place.batch, place.column, place.row};
+  return {place.batch, place.column, place.row, 0};
 }
 
 // The index of a tile's strip `number`, counted over all weights.
+template <class I>
 __device__ inline int64_t StripOf(const Params& p, const Tile& tile, int number) {
   const bool gated = p.epilogue.gated;
-  const int position = ScheduleOf(p).Position(tile.batch, number);
+  const int position = ScheduleOf<I>(p, tile).Position(tile.batch, number);
   return WeightAt(p.index, p.num_weights, position) * p.n_blocks +
          (gated ? (tile.strip + number) / 2 : tile.strip + number);
+}
+
+// Shared memory: barriers, then results to store, then the ring of stages, then their scales and zeros.
+struct Memory {
+  uint32_t base;
+
+  // Stage `slot` has been loaded (full), or has been read by every warp of all peers (empty).
+  __device__ uint32_t full(int slot) const { return base + slot * kBarrierBytes; }
+  __device__ uint32_t empty(int slot) const { return base + (kMaxStages + slot) * kBarrierBytes; }
+  // The residual of a store tile has arrived in this buffer of the warpgroup.
+  __device__ uint32_t residual_full(int warpgroup, int buffer) const {
+    return base + (2 * kMaxStages + warpgroup * kResultBuffers + buffer) * kBarrierBytes;
+  }
+  // The first warpgroup has read the second's accumulators.
+  __device__ uint32_t up_empty() const {
+    return base + (2 * kMaxStages + kMaxWarpgroups * kResultBuffers) * kBarrierBytes;
+  }
+  // Both warpgroups of a gated tile have arrived (TileStorer::SynchronizeWarpgroups).
+  __device__ uint32_t exchange() const { return up_empty() + kBarrierBytes; }
+  __device__ uint32_t results() const { return base + kTmaAlignment; }
+  __device__ uint32_t stage(const Plan& plan, int slot) const {
+    return base + plan.ring + slot * plan.slot_bytes;
+  }
+  // The scales and zeros of a stage.
+  __device__ uint32_t scales(const Plan& plan, int slot) const {
+    return base + plan.scales + slot * plan.scales_bytes;
+  }
+  // Ragged: the totals, then an entry of each expert and one for the end.
+  __device__ uint32_t totals(const Plan& plan) const { return scales(plan, plan.num_stages); }
+  __device__ uint32_t group(const Plan& plan, int expert) const {
+    return totals(plan) + kCopyBytes + expert * kGroupBytes;
+  }
+};
+
+// Ragged: writes the first row and the first block of every local group to shared memory. Called by a warp.
+template <class I>
+__device__ void StoreGroups(const Params& p, Memory memory) {
+  const int lane = threadIdx.x % 32;
+  const auto store = [&](int expert, int row, int block) {
+    StoreShared4(memory.group(p.plan, expert), static_cast<uint32_t>(row));
+    StoreShared4(memory.group(p.plan, expert) + 4, static_cast<uint32_t>(block));
+  };
+  // Groups that the sizes do not list are empty: before the first one, or behind the last one.
+  const RaggedTotals totals = ForEachGroup<I::kM>(p.ragged, [](int, int, int, int) {});
+  const int offset = p.ragged.offset == nullptr ? 0 : __ldcg(p.ragged.offset);
+  for (int expert = lane; expert <= p.ragged.experts; expert += 32) {
+    const bool before = int64_t{expert} + offset < 0;
+    store(expert, before ? 0 : totals.end, before ? 0 : totals.blocks);
+  }
+  __syncwarp();
+  ForEachGroup<I::kM>(p.ragged,
+                      [&](int expert, int begin, int, int block) { store(expert, begin, block); });
+  if (lane == 0) {
+    const auto word = [](int value) { return static_cast<uint32_t>(value); };
+    StoreShared16(memory.totals(p.plan),
+                  make_uint4(word(totals.begin), word(totals.end), word(totals.blocks), 0));
+  }
+}
+
+// Ragged: all tiles of blocks with weights, then one task for each block of rows that are zero.
+template <class I>
+__device__ inline int NumTasks(const Params& p, Memory memory) {
+  if constexpr (!I::kRagged) return p.num_tasks;
+  const uint4 totals = LoadShared16(memory.totals(p.plan));
+  const int begin = static_cast<int>(totals.x), end = static_cast<int>(totals.y);
+  return static_cast<int>(totals.z) * p.tiles_n + (begin + I::kM - 1) / I::kM +
+         (p.ragged.rows - end + I::kM - 1) / I::kM;
 }
 
 // The work item of a CTA: a tile, or a part of a tail tile along k.
@@ -153,9 +243,37 @@ struct Task {
   int atom_begin, atom_end;  // along k
 };
 
+// Task `number` of a ragged product. Blocks of a group vary fastest, then columns, so CTAs that share weights run
+// together.
+template <class I>
+__device__ inline Task RaggedTaskOf(const Params& p, Memory memory, int number) {
+  const uint4 totals = LoadShared16(memory.totals(p.plan));
+  const int blocks = static_cast<int>(totals.z), zeros = number - blocks * p.tiles_n;
+  if (zeros >= 0) {
+    const RaggedBlock block = ZeroBlock<I::kM>(p.ragged, static_cast<int>(totals.x),
+                                               static_cast<int>(totals.y), zeros);
+    return {{-1, 0, block.first, block.first + block.rows}, -1, 0, 0};
+  }
+  // The last expert whose first block is not behind this one. Groups without rows share the first block of the next.
+  const int block = p.column_tiles.Divide(number);
+  int low = 0, high = p.ragged.experts;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    const bool behind = static_cast<int>(LoadShared4(memory.group(p.plan, middle) + 4)) > block;
+    (behind ? high : low) = middle;
+  }
+  const uint2 own = LoadShared8(memory.group(p.plan, low));
+  const uint2 next = LoadShared8(memory.group(p.plan, low + 1));
+  const int first = static_cast<int>(own.y), count = static_cast<int>(next.y) - first;
+  const int in_group = number - first * p.tiles_n, column = in_group / count;
+  const int m0 = static_cast<int>(own.x) + (in_group - column * count) * I::kM;
+  return {{low, column * I::kCtaStrips, m0, static_cast<int>(next.x)}, -1, 0, p.k_blocks};
+}
+
 // The task of one peer of a cluster.
 template <class I>
-__device__ inline Task TaskOf(const Params& p, int number, int rank) {
+__device__ inline Task TaskOf(const Params& p, Memory memory, int number, int rank) {
+  if constexpr (I::kRagged) return RaggedTaskOf<I>(p, memory, number);
   Task task;
   int tile = number, begin = 0, end = p.plan.stages;
   task.partial = -1;
@@ -187,32 +305,5 @@ __device__ inline int64_t FirstPartialSum(int partial, int strips, int m) {
 __device__ inline int FirstGroup(const Params& p, int atom) {
   return p.atoms_per_group.Divide(atom) * p.groups_per_atom;
 }
-
-// Shared memory: barriers, then results to store, then the ring of stages, then their scales and zeros.
-struct Memory {
-  uint32_t base;
-
-  // Stage `slot` has been loaded (full), or has been read by every warp of all peers (empty).
-  __device__ uint32_t full(int slot) const { return base + slot * kBarrierBytes; }
-  __device__ uint32_t empty(int slot) const { return base + (kMaxStages + slot) * kBarrierBytes; }
-  // The residual of a store tile has arrived in this buffer of the warpgroup.
-  __device__ uint32_t residual_full(int warpgroup, int buffer) const {
-    return base + (2 * kMaxStages + warpgroup * kResultBuffers + buffer) * kBarrierBytes;
-  }
-  // The first warpgroup has read the second's accumulators.
-  __device__ uint32_t up_empty() const {
-    return base + (2 * kMaxStages + kMaxWarpgroups * kResultBuffers) * kBarrierBytes;
-  }
-  // Both warpgroups of a gated tile have arrived (TileStorer::SynchronizeWarpgroups).
-  __device__ uint32_t exchange() const { return up_empty() + kBarrierBytes; }
-  __device__ uint32_t results() const { return base + kTmaAlignment; }
-  __device__ uint32_t stage(const Plan& plan, int slot) const {
-    return base + plan.ring + slot * plan.slot_bytes;
-  }
-  // The scales and zeros of a stage.
-  __device__ uint32_t scales(const Plan& plan, int slot) const {
-    return base + plan.scales + slot * plan.scales_bytes;
-  }
-};
 
 }  // namespace jaxlowbit::sm90

@@ -32,8 +32,12 @@ Plan PlanOf(const QuantizedMatmul& problem, const TileShape& tile) {
       static_cast<int>(CeilDiv(plan.bytes.scales + plan.bytes.zeros, kTmaTarget)) * kTmaTarget;
   plan.ring = static_cast<int>(CeilDiv(kBarriersBytes, kTmaAlignment)) * kTmaAlignment +
               tile.warpgroups * ResultBytes(tile);
-  const int fit =
-      (Sm90SharedBytes(tile.ctas_per_sm) - plan.ring) / (plan.slot_bytes + plan.scales_bytes);
+  if (problem.is_ragged()) {
+    const int entries = static_cast<int>(problem.experts()) + 1;
+    plan.groups_bytes = static_cast<int>(CeilDiv(16 + entries * kGroupBytes, 16)) * 16;
+  }
+  const int fit = (Sm90SharedBytes(tile.ctas_per_sm) - plan.ring - plan.groups_bytes) /
+                  (plan.slot_bytes + plan.scales_bytes);
   plan.num_stages = std::min(fit, kMaxStages);
   plan.scales = plan.ring + plan.num_stages * plan.slot_bytes;
   return plan;

@@ -69,6 +69,7 @@ inline constexpr int kMaxStages = 8;
 inline constexpr int kTmaAlignment = 1024;  // of a swizzled tensor-map tile in shared memory
 inline constexpr int kTmaTarget = 128;      // of other TMA loads
 inline constexpr int kBarriersBytes = 256;
+inline constexpr int kGroupBytes = 8;  // ragged: an entry of the table of groups
 inline constexpr int kStoreBuffers = 4;
 // Store buffers for results. With an epilogue, the others contain accumulators.
 inline constexpr int kResultBuffers = 2;
@@ -115,8 +116,9 @@ struct Plan {
   int scales_bytes;  // scales and zeros, in multiples of kTmaTarget
   int ring, scales;  // offsets of the first stage's slots
   int num_stages;    // of the ring; the plan cannot run with fewer than 2
+  int groups_bytes;  // ragged: the table of groups, behind the stages
 
-  constexpr int shared_bytes() const { return scales + num_stages * scales_bytes; }
+  constexpr int shared_bytes() const { return scales + num_stages * scales_bytes + groups_bytes; }
 };
 
 Plan PlanOf(const QuantizedMatmul& problem, const TileShape& tile);

@@ -49,6 +49,7 @@ class TileStorer {
 
   // Called before the products of a tile: loads its biases, and starts loading residuals into free buffers.
   __device__ void Begin(const Tile& tile) {
+    StartTile(tile);
     if (p_.epilogue.any) WaitForPreviousKernels();  // they may have written the operands
     if (p_.epilogue.bias != nullptr) LoadBiases(tile);
     if (!p_.residual_by_tma || threadIdx.x % 128 != 0) return;
@@ -57,6 +58,7 @@ class TileStorer {
   }
 
   __device__ void Store(const Tile& tile, const Accumulators<I>& acc, const Factors<I>& factors) {
+    StartTile(tile);
     if constexpr (I::kIsInt8) {
       if (p_.out_integers) return StoreIntegers(tile, acc);
     }
@@ -77,6 +79,19 @@ class TileStorer {
         return StoreByTma<Form::kRelu>(tile, acc);
       case Form::kOther:
         return StoreFinished(tile, acc);
+    }
+  }
+
+  // Ragged: stores zeros in all columns of a block of rows without a weight.
+  __device__ void StoreZeros(const Tile& tile) const {
+    for (int row = tile.m0; row < tile.end; ++row) {
+      for (int n = threadIdx.x; n < p_.n; n += 32 * I::kWarps) {
+        if (p_.out_float) {
+          static_cast<float*>(p_.out_data)[int64_t{row} * p_.n + n] = 0.0f;
+        } else {
+          static_cast<T*>(p_.out_data)[int64_t{row} * p_.n + n] = T(0.0f);
+        }
+      }
     }
   }
 
@@ -102,7 +117,16 @@ class TileStorer {
   static constexpr int kUpReady = 3, kExchange = 3;
 
   __device__ bool Gated() const { return kSupportsGated && p_.epilogue.gated; }
-  __device__ Batched<int, kSupportsGated> Schedule() const { return {p_.m, p_.epilogue.gated}; }
+  __device__ auto Schedule() const {
+    if constexpr (I::kRagged) {
+      return Ragged<kSupportsGated>{expert_, 0, end_, p_.ragged.experts, p_.epilogue.gated};
+    } else {
+      return Batched<int, kSupportsGated>{p_.m, p_.epilogue.gated};
+    }
+  }
+  __device__ void StartTile(const Tile& tile) {
+    if constexpr (I::kRagged) expert_ = tile.batch, end_ = tile.end;
+  }
 
   // The strip of the result, for strip `s` of this warpgroup.
   __device__ int Strip(const Tile& tile, int s) const {
@@ -302,10 +326,32 @@ class TileStorer {
     return store_tile + (row + lane % 8) * 128 + ((2 * warp + lane / 8 % 2) ^ lane % 8) * 16;
   }
 
+  // Stores the first rows of a store tile of `kRows`, up to the end of the group.
+  template <int kRows>
+  __device__ void StorePart(int strip, int m0, uint32_t buffer) const {
+    constexpr int kCount = kCopyBytes / 2;
+    for (int i = Thread() % 128; i < kRows * 8; i += 128) {
+      const int row = i / 8, column = i % 8, n = strip * static_cast<int>(kAtom) + column * kCount;
+      if (m0 + row >= end_ || n >= p_.n) continue;
+      *reinterpret_cast<uint4*>(static_cast<T*>(p_.out_data) + int64_t{m0 + row} * p_.n + n) =
+          LoadShared16(buffer + row * 128 + (column ^ row % 8) * kCopyBytes);
+    }
+  }
+
   // Starts storing a store tile. Call after all threads of the warpgroup have written it.
+  template <int kRows = I::kStoreRows>
   __device__ void EndStoreTile(int strip, int m0, int batch, uint32_t buffer) {
     PublishShared();
     Synchronize(1 + threadIdx.x / 128, 128);
+    if constexpr (I::kRagged) {
+      if (m0 + kRows > end_) {
+        StorePart<kRows>(strip, m0, buffer);
+        if (threadIdx.x % 128 == 0) CommitStores();  // nothing, but every buffer has a group
+        buffer_ = (buffer_ + 1) % kStoreBuffers;
+        return;
+      }
+      batch = 0;
+    }
     if (threadIdx.x % 128 == 0) {
       TmaStore(&p_.out, strip * static_cast<int>(kAtom), m0, batch, buffer);
       CommitStores();
@@ -436,8 +482,9 @@ class TileStorer {
         }
         StoreRowsOf(buffer, m0, values);
       }
-      EndStoreTile(Strip(tile, 0), tile.m0 + kOwn * 8 + store_tile * kStoreTileRows, tile.batch,
-                   buffer);
+      EndStoreTile<kStoreTileRows>(Strip(tile, 0),
+                                   tile.m0 + kOwn * 8 + store_tile * kStoreTileRows, tile.batch,
+                                   buffer);
     }
   }
 
@@ -518,6 +565,7 @@ class TileStorer {
   int buffer_ = 0;      // for the next store tile
   int sent_ = 0;        // number of SendUp batches that filled the buffers
   int exchanges_ = 0;   // of both warpgroups, in a build for compute-sanitizer
+  int expert_ = 0, end_ = 0;  // ragged: of the tile
 };
 
 }  // namespace jaxlowbit::sm90

@@ -24,7 +24,7 @@ class StageFiller {
         policy_(EvictFirst()),
         lane_(threadIdx.x % 32) {
     const bool gated = p_.epilogue.gated;
-    const Batched<int> schedule = ScheduleOf(p_);
+    const auto schedule = ScheduleOf<I>(p_, memory_);
     first_strip_ = FirstStrip(schedule.Position(share_.batch));
     if (gated) up_strip_ = FirstStrip(schedule.UpPosition(share_.batch));
     StartTile(share_.slice_begin);
@@ -153,7 +153,7 @@ class StageFiller {
   __device__ void FillLhs(int stage, int slot) const {
     if (I::kLhsPath == LhsPath::kStages && lane_ == 0) {
       TmaLoad(memory_.stage(p_.plan, slot), &p_.lhs, 0,
-              static_cast<int>(ScheduleOf(p_).Row(share_.batch, 0)),
+              static_cast<int>(ScheduleOf<I>(p_, memory_).Row(share_.batch, 0)),
               share_.atom_begin + (stage << p_.plan.stage_shift), memory_.full(slot));
     }
   }

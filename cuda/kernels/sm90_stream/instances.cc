@@ -3,15 +3,17 @@
 #include "cuda/kernels/sm90_stream/instances.h"
 
 #include "cuda/kernels/sm90_stream/select.h"
+#include "cuda/select/ragged.h"
 
 namespace jaxlowbit::sm90_stream {
 
 InstanceKey KeyOf(const QuantizedMatmul& problem, const Choice& choice, const Device& device) {
   // Under PDL, one CTA per SM leaves registers for a CTA of the next kernel.
   const bool shares_registers = choice.block_m == 8 || problem.pdl;
+  const QuantizedMatmul blocks = BlocksOf(problem, choice.block_m);
   const Variant variant = {choice.block_m,
-                           shares_registers ? kMaxCtasPerSm : CtasPerSm(problem, device, choice),
-                           LhsPathOf(problem, device, choice)};
+                           shares_registers ? kMaxCtasPerSm : CtasPerSm(blocks, device, choice),
+                           LhsPathOf(blocks, device, choice), problem.is_ragged()};
   return {Family::kSm90Stream, problem.lhs,      problem.scale,   problem.zero,
           problem.bits,        problem.codebook, variant.number()};
 }
@@ -19,12 +21,15 @@ InstanceKey KeyOf(const QuantizedMatmul& problem, const Choice& choice, const De
 std::string NameOf(const InstanceKey& key) {
   constexpr const char* kPaths[] = {"kStages", "kGathers", "kRounds"};
   const Variant variant = Variant::Of(key);
-  return "jaxlowbit::sm90_stream::QmmSm90StreamKernel<jaxlowbit::sm90_stream::Instance<" +
-         CudaName(key.lhs) + ", " + CudaName(key.scale) + ", " + CudaName(key.zero) + ", " +
-         std::to_string(variant.block_m) + ", " + std::to_string(key.bits) + ", " +
-         std::to_string(variant.ctas_per_sm) +
-         ", jaxlowbit::sm90_stream::LhsPath::" + kPaths[static_cast<int>(variant.lhs_path)] +
-         LastArgument(key.codebook) + ">>";
+  const std::string instance =
+      "jaxlowbit::sm90_stream::Instance<" + CudaName(key.lhs) + ", " + CudaName(key.scale) + ", " +
+      CudaName(key.zero) + ", " + std::to_string(variant.block_m) + ", " +
+      std::to_string(key.bits) + ", " + std::to_string(variant.ctas_per_sm) +
+      ", jaxlowbit::sm90_stream::LhsPath::" + kPaths[static_cast<int>(variant.lhs_path)] +
+      LastArgument(key.codebook) + ">";
+  return "jaxlowbit::sm90_stream::QmmSm90StreamKernel<" +
+         (variant.ragged ? "jaxlowbit::sm90_stream::RaggedInstance<" + instance + ">" : instance) +
+         ">";
 }
 
 std::vector<InstanceKey> InstancesOf(int bits) {

@@ -18,13 +18,18 @@ using KernelFunction = void (*)(Params);
 struct Variant {
   int block_m, ctas_per_sm;
   LhsPath lhs_path;
+  bool ragged = false;
 
   static constexpr Variant Of(const InstanceKey& key) {
-    return {key.variant / 16, key.variant / 4 % 4, static_cast<LhsPath>(key.variant % 4)};
+    return {key.variant / 16 % 64, key.variant / 4 % 4, static_cast<LhsPath>(key.variant % 4),
+            key.variant >= kRaggedVariants};
   }
   constexpr int number() const {
-    return 16 * block_m + 4 * ctas_per_sm + static_cast<int>(lhs_path);
+    return 16 * block_m + 4 * ctas_per_sm + static_cast<int>(lhs_path) +
+           (ragged ? kRaggedVariants : 0);
   }
+
+  static constexpr int kRaggedVariants = 1024;
 };
 
 // Instances of 8 rows fit two CTAs per SM, so there is none for one. Only these gather lhs.

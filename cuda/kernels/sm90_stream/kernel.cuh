@@ -23,6 +23,9 @@
 //             end of a tile: send partial sums to their owners ─► add in order ─► epilogue ─► store
 //                                                                                                (reduce.cuh)
 //
+// Ragged. A batch element is a block of rows of one group, which the CTA finds from the sizes of the groups before
+// anything else (device/schedule/ragged.cuh). Blocks that do not exist end at once.
+//
 // Gated. Strips of the gate and of up alternate, and a warp's two slices are the same channels of both.
 //
 // Storage. Quantized values are in the order of the fragments (device/layout.cuh): a lane's registers for a slice and
@@ -122,12 +125,49 @@ __device__ void Consume(const Params& p, const Share& share, Memory memory) {
   }
 }
 
+// Finds the block of the CTA. Returns false if there is nothing to multiply: the block does not exist, or has no weight
+// and this CTA has stored zeros. Called by all threads.
+template <class I>
+__device__ bool StartBlock(const Params& p, Memory memory) {
+  if (threadIdx.x / 32 == kWarps) {
+    WaitForPreviousKernels();  // they may have written the sizes
+    const RaggedBlock found = FindBlock<I::kBlockM>(p.ragged, static_cast<int>(blockIdx.y));
+    const auto word = [](int value) { return static_cast<uint32_t>(value); };
+    if (threadIdx.x % 32 == 0) {
+      StoreShared16(memory.block(),
+                    make_uint4(word(found.expert), word(found.first), word(found.rows), 0));
+    }
+  }
+  __syncthreads();
+  const RaggedBlock block = LoadBlock(memory);
+  if (block.rows > 0 && block.expert >= 0) return true;
+  const Share share = OwnShare(p);
+  const Product& part = p.products[0];
+  const int slices_per_channel = p.epilogue.gated ? 2 : 1;
+  const int begin = share.slice_begin / slices_per_channel * kSliceRows;
+  const int end = min(part.n, share.slice_end / slices_per_channel * kSliceRows);
+  for (int row = 0; row < block.rows && share.rank == 0; ++row) {
+    const int64_t offset = int64_t{block.first + row} * part.n;
+    for (int n = begin + static_cast<int>(threadIdx.x); n < end; n += kThreads) {
+      if (p.out_float) {
+        static_cast<float*>(part.out)[offset + n] = 0.0f;
+      } else {
+        static_cast<typename I::T*>(part.out)[offset + n] = typename I::T(0.0f);
+      }
+    }
+  }
+  return false;
+}
+
 template <class I>
 __global__ void __launch_bounds__(kThreads, I::kCtasPerSm)
     QmmSm90StreamKernel(const __grid_constant__ Params p) {
 #if __CUDA_ARCH__ == 900
   extern __shared__ __align__(kTmaAlignment) uint8_t shared[];
   const Memory memory = {Opaque(SharedAddress(shared))};
+  if constexpr (I::kRagged) {
+    if (!StartBlock<I>(p, memory)) return;  // so do all CTAs of the cluster
+  }
   const int warp = threadIdx.x / 32;
   const auto synchronize = [] {
     __syncthreads();  // barriers exist

@@ -11,6 +11,7 @@
 #include "cuda/kernels/sm90_stream/params.cuh"
 #include "cuda/kernels/sm90_stream/select.h"
 #include "cuda/kernels/tensor_map.h"
+#include "cuda/select/ragged.h"
 
 namespace jaxlowbit::sm90_stream {
 namespace {
@@ -94,13 +95,16 @@ cudaError_t Launch(const QuantizedMatmul& problem, const Operands* products, siz
   cudaError_t error = KernelOn(device, sm90_stream::KeyOf(problem, choice, device), &function);
   if (error != cudaSuccess) return error;
   const Buffers& buffers = products[0].buffers;
-  Params p = ParamsOf(problem, buffers, choice, CtasPerSm(problem, device, choice));
+  const QuantizedMatmul blocks = BlocksOf(problem, choice.block_m);
+  Params p = ParamsOf(blocks, buffers, choice, CtasPerSm(blocks, device, choice));
+  p.ragged = RaggedOf(problem, buffers);
   const int clusters = AssignClusters(products, count, choice.slices, p);
   error = DescribeMatrix(buffers.lhs, problem.lhs, problem.batch * problem.m, problem.k,
                          p.plan.lhs_rows, p.plan.stage_atoms, &p.lhs);
   if (error != cudaSuccess) return error;
-  const dim3 grid(static_cast<unsigned>(clusters * choice.split_k),
-                  static_cast<unsigned>(problem.batch));
+  const int64_t batch =
+      problem.is_ragged() ? MaxBlocks(problem, choice.block_m) : problem.batch;
+  const dim3 grid(static_cast<unsigned>(clusters * choice.split_k), static_cast<unsigned>(batch));
   const LaunchConfig launch(grid, kThreads, p.plan.shared_bytes, stream, problem.pdl,
                             choice.split_k);
   return LaunchFunction(launch, function, &p);

@@ -14,6 +14,7 @@
 #include "cuda/device/format/integer.cuh"
 #include "cuda/device/layout.cuh"
 #include "cuda/device/schedule/batched.cuh"
+#include "cuda/device/schedule/ragged.cuh"
 #include "cuda/kernels/epilogue.cuh"
 #include "cuda/kernels/sm90_stream/plan.h"
 #include "cuda/types.h"
@@ -49,6 +50,14 @@ struct Instance {
   static constexpr int kTiles = kM / 8;  // of the instruction, along the rows
   static constexpr int kSliceBytes = kAtomBytes<kBits> / kSlicesPerStrip;
   static constexpr bool kWholeStrips = HasWholeStrips(kBits);
+  static constexpr int kBlockM = kM;
+  static constexpr bool kRagged = false;
+};
+
+// The instance of a ragged product: a batch element is a block of rows of one group (device/schedule/ragged.cuh).
+template <class Dense>
+struct RaggedInstance : Dense {
+  static constexpr bool kRagged = true;
 };
 
 // One of the products of a launch.
@@ -98,6 +107,7 @@ struct Params {
   int group_shift;  // a group is 2^group_shift steps of k
   bool to_float8;   // for a kernel that rounds lhs: to values of e4m3, not of int8
   UnitParams units[kMaxProducts];
+  RaggedParams ragged;  // for a RaggedInstance
 };
 
 // Synchronizes the consumers.
@@ -127,7 +137,7 @@ __device__ inline Share OwnShare(const Params& p) {
   const Plan& plan = p.plan;
   Share share;
   share.rank = ClusterRank();
-  share.batch = static_cast<int>(blockIdx.y);
+  share.batch = static_cast<int>(blockIdx.y);  // of a RaggedInstance: the number of the block
   const int part = OwnProduct(p), cluster = static_cast<int>(blockIdx.x) >> plan.cluster_shift;
   share.slice_begin = (cluster - p.first_cluster[part]) * plan.slices;
   share.slice_end = min(p.products[part].strips * kSlicesPerStrip, share.slice_begin + plan.slices);
@@ -176,10 +186,28 @@ struct Memory {
   __device__ uint32_t largest_full() const { return partials_free() + kBarrierBytes; }
   __device__ uint32_t row_scale(int row) const { return largest_full() + kBarrierBytes + 4 * row; }
   __device__ uint32_t largest(int number) const { return row_scale(kWarps + number); }
+  // The block of a RaggedInstance.
+  __device__ uint32_t block() const { return base + kBarriersBytes - kCopyBytes; }
   __device__ uint32_t partials() const { return base + kBarriersBytes; }
   __device__ uint32_t stage(const Plan& plan, int slot) const {
     return base + plan.ring + slot * plan.slot_bytes;
   }
 };
+
+__device__ inline RaggedBlock LoadBlock(Memory memory) {
+  const uint4 block = LoadShared16(memory.block());
+  return {static_cast<int>(block.x), static_cast<int>(block.y), static_cast<int>(block.z)};
+}
+
+// The rows and weights of the CTA's batch element, or block.
+template <class I>
+__device__ auto ScheduleOf(const Params& p, Memory memory) {
+  if constexpr (I::kRagged) {
+    const RaggedBlock block = LoadBlock(memory);
+    return Ragged<>{block.expert, block.first, block.rows, p.ragged.experts, p.epilogue.gated};
+  } else {
+    return ScheduleOf(p);
+  }
+}
 
 }  // namespace jaxlowbit::sm90_stream

@@ -168,13 +168,15 @@ class ClusterReducer {
     const int own = OwnProduct(p_);
     const Product& part = p_.products[own];  // launches of several have no biases or residuals
     const int m = Row(fragment % I::kTiles), n = Channel(tile_slice, fragment / I::kTiles);
-    const Batched<int> schedule = ScheduleOf(p_);
+    const auto schedule = ScheduleOf<I>(p_, memory_);
     const int product = schedule.Position(share_.batch);
+    // The position of up; computed from that of the gate if they are neighbours.
+    const int up = I::kRagged ? schedule.UpPosition(share_.batch) : product + 1;
     Addends addends = {};
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       addends.unit[h] = LoadUnit(p_.units[own], product, part.n, n + 8 * h);
-      addends.up_unit[h] = e.gated ? LoadUnit(p_.units[own], product + 1, part.n, n + 8 * h) : 1.0f;
+      addends.up_unit[h] = e.gated ? LoadUnit(p_.units[own], up, part.n, n + 8 * h) : 1.0f;
     }
     if (e.bias != nullptr) {
 #pragma unroll
@@ -182,7 +184,8 @@ class ClusterReducer {
         if (n + 8 * h >= part.n) continue;
         const int64_t at = int64_t{product} * part.n + n + 8 * h;
         addends.bias[h] = LoadBits(e.bias, e.bias_float, at);
-        if (e.gated) addends.up_bias[h] = LoadBits(e.bias, e.bias_float, at + part.n);
+        const int64_t up_at = I::kRagged ? int64_t{up} * part.n + n + 8 * h : at + part.n;
+        if (e.gated) addends.up_bias[h] = LoadBits(e.bias, e.bias_float, up_at);
       }
     }
     if (e.residual != nullptr) {
@@ -228,7 +231,7 @@ class ClusterReducer {
   }
 
   __device__ void Store(const Product& part, int m, int n, float value) const {
-    const Batched<int> schedule = ScheduleOf(p_);
+    const auto schedule = ScheduleOf<I>(p_, memory_);
     if (m >= schedule.Rows(share_.batch) || n >= part.n) return;
     const int64_t offset = schedule.Row(share_.batch, m) * part.n + n;
     if (p_.out_float) {

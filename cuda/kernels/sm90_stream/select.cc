@@ -167,7 +167,7 @@ bool MayJoin(const Operands& a, const Operands& b) {
   const auto is_plain = [](const Operands& product) {
     const QuantizedMatmul& p = product.problem;
     const Buffers& b = product.buffers;
-    return !p.transposed && p.permuted_parts == 0 && !p.epilogue.gated &&
+    return !p.is_ragged() && !p.transposed && p.permuted_parts == 0 && !p.epilogue.gated &&
            p.epilogue.activation == Activation::kNone && b.bias == nullptr &&
            b.residual == nullptr && IsAligned(b.lhs) && IsAligned(b.packed) && IsAligned(b.scale) &&
            IsAligned(b.zero);

@@ -26,10 +26,10 @@ _BITS = (1, 2, 4, 8)
 
 
 def unsupported(
-    lhs: jnp.dtype, format: Format, *, sizes: Sequence[int] = (), transposed: bool = False
+    lhs: jnp.dtype, format: Format, *, sizes: Sequence[int], transposed: bool, built: bool
 ) -> str | None:
     """Returns None if the kernels support such products, else the reason."""
-    del lhs, sizes  # all are supported
+    del lhs, sizes, built  # all are supported
     if transposed:
         return "it has no kernel for the transposed product"
     if format.scale is not None:
