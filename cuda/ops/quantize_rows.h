@@ -25,8 +25,9 @@ struct QuantizeRows {
   // Requires that the previous kernel in the stream belongs to the same call: a kernel before the call may have written
   // weights, which the following product loads without waiting.
   bool pdl = false;
-  // The product may start with this kernel instead of after its loads. Its weight loads then delay the loads of rows,
-  // which is slower with 4-bit weights, whose first stages are most of the weights.
+  // The product may start together with this kernel; otherwise it starts when this kernel has loaded its rows. Starting
+  // together is slower with 4-bit weights: the product's first stages are most of the weights, and their loads delay
+  // the rows.
   bool early = false;
   bool wide = false;
 };

@@ -212,9 +212,10 @@ def _rows(array: Array, rows: Array) -> Array:
 class _Blocks(NamedTuple):
     """Blocks of rows, each of one expert; the first `used` have rows.
 
-    - `rows`: the rows of lhs of each block, (blocks, size); m for none.
+    - `rows`: (blocks, size), the row of lhs at each position of a block; m if there is none.
     - `expert`: (blocks,).
-    - `place`: (m,), the place of each row among the rows of all blocks; behind them for none.
+    - `place`: (m,), the position of each row of lhs in `rows`, flattened; the number of positions
+      for a row without an expert.
     """
 
     rows: Array
@@ -224,7 +225,7 @@ class _Blocks(NamedTuple):
 
 
 def _blocks(sizes: Array, offset: Array, m: int, experts: int) -> _Blocks:
-    """Divides the rows of the experts into blocks, of which there are at most `count`."""
+    """Divides the rows of the experts into blocks."""
     size, int32 = _block_size(m, experts), jnp.int32
     count = (m + (size - 1) * min(experts, m)) // size
     bounds = _bounds(sizes, offset, m, experts)
@@ -234,7 +235,7 @@ def _blocks(sizes: Array, offset: Array, m: int, experts: int) -> _Blocks:
     table = jnp.stack([starts, ends, lasts - counts])
 
     def owner(ends: Array, number: int) -> tuple[Array, Array]:
-        """The position in `ends` of the first that is larger, for each number from 0 on."""
+        """The numbers from 0 to `number` - 1, and for each the first expert with a larger end."""
         numbers = jnp.arange(number, dtype=int32)
         owners = jnp.sum(ends[None, :] <= numbers[:, None], axis=1, dtype=int32)
         return numbers, jnp.minimum(owners, experts - 1)
@@ -242,7 +243,7 @@ def _blocks(sizes: Array, offset: Array, m: int, experts: int) -> _Blocks:
     block, expert = owner(lasts, count)
     start, end, first = jnp.take(table, expert, axis=1, mode="clip")
     rows = (start + (block - first) * size)[:, None] + jnp.arange(size, dtype=int32)[None, :]
-    rows = jnp.where(rows < end[:, None], rows, m)  # also behind the last block with rows
+    rows = jnp.where(rows < end[:, None], rows, m)  # also in blocks without rows
     row, own = owner(ends, m)
     start, end, first = jnp.take(table, own, axis=1, mode="clip")
     place = jnp.where((row >= start) & (row < end), first * size + row - start, count * size)
@@ -262,7 +263,7 @@ def _bounds(sizes: Array, offset: Array, m: int, experts: int) -> Array:
 
 
 def _block_size(m: int, experts: int) -> int:
-    """Rows of a block: for small groups enough for most of them, for large ones little padding."""
+    """Rows of a block: a small group usually fits one block; a large group has little padding."""
     mean = -(-m // experts)
     rows = 2 * m // experts if mean <= 16 else min(max(32, mean // 2), 256)
     return 1 << max(rows - 1, 0).bit_length()
@@ -279,7 +280,7 @@ def _expert(rhs: QuantizedArray, expert: Array) -> QuantizedArray:
 
 
 def check_activation(caller: str, activation: Any, *, pairs: bool) -> None:
-    """Raises for an unknown activation, and for one of pairs without them."""
+    """Raises for an unknown activation, and for an activation of pairs if `pairs` is false."""
     names = get_args(GatedActivation if pairs else Activation)
     if not pairs and activation == "gpt_oss":
         raise ValueError(
@@ -326,9 +327,9 @@ def _checked_sizes(group_sizes: Any, experts: int, group_offset: Any) -> Array:
         )
     if sizes.shape[0] < experts or (group_offset is None and sizes.shape[0] > experts):
         raise ValueError(
-            f"{caller}: there are {sizes.shape[0]} group_sizes and {experts} experts, but there is "
-            "one for each expert; if rhs has some of the experts, pass the sizes of all groups and "
-            "group_offset, the group of the first one."
+            f"{caller}: there are {sizes.shape[0]} group_sizes and {experts} experts, but each "
+            "expert needs one; if rhs has some of the experts, pass the sizes of all groups and "
+            "group_offset, the group of the first expert."
         )
     return indexing.saturated(sizes)
 
@@ -347,5 +348,5 @@ def checked_offset(caller: str, group_offset: Any) -> Array:
 
 
 def matrix(weight: QuantizedArray) -> QuantizedArray:
-    """The first matrix of a stack, as a view: its sharding is that of every matrix."""
+    """The first matrix of a stack, as a view; every matrix has the same sharding."""
     return weight._with(index=jnp.int32(0))

@@ -158,7 +158,8 @@ def rows_by_slot(values: Any, bits: int) -> Any:
     concatenates the rows of slots i, i + 2, ...: (..., k_blocks, 64).
     """
     (plane,) = _PLANES[bits]
-    digits = bits.bit_length() - 1  # of the word; the others number the slot in it, h last
+    # Digits of the word. The other digits number the slot in it, h last.
+    digits = bits.bit_length() - 1
     word, slot = plane.slots[:digits], plane.slots[digits:-1]
     values = values.reshape(*values.shape[:-1], -1, *_K_SIZES)
     values = _transpose(values, "K" + _K_AXES, "K" + slot + "t" + word)

@@ -87,9 +87,10 @@ def untuned(format: Format, dtype: str) -> str | None:
 def find(
     source: Any, formats: Sequence[Format], dtype: str, *, excluded: Reason = unread
 ) -> list[Weight]:
-    """The distinct weights in the arguments of `tune`; those without a format in each of `formats`.
+    """The distinct weights in the arguments of `tune`.
 
-    Weights are left out if `excluded` returns a reason against their format.
+    A weight that is not quantized yet occurs once in each of `formats`. Weights are left out if
+    `excluded` returns a reason against their format.
 
     **Raises:** `ValueError` if none remain, for formats that are left out, and for invalid shapes.
     """

@@ -179,7 +179,7 @@ def _check_scale(array: QuantizedArray, weight: Array) -> None:
         finite &= xp.isfinite(xp.asarray(floats).astype(np.float32)).all()
     if not finite:
         raise ValueError(
-            f"quantize: weights up to {_largest(weight):g} span a range beyond that of "
+            f"quantize: weights up to {_largest(weight):g} span a range larger than that of "
             f"{scale_dtype} scales; {_wider(array.format, 'smaller weights')}."
         )
     if weight.dtype == jnp.float16 and array.format.scale is None:

@@ -104,7 +104,7 @@ def test_quantize_raises_for_nonfinite_weights(weight, value):
 @pytest.mark.parametrize("zero", ["none", "integer", "float"])
 def test_quantize_raises_for_scales_out_of_range(weight, zero):
     large = weight.at[0, 0, 0].set(3e7)
-    with refuses(r"weights up to 3e\+07 span a range beyond that of float16 scales; use"):
+    with refuses(r"weights up to 3e\+07 span a range larger than that of float16 scales; use"):
         quantize(large, Format(4, zero=zero), scale_dtype=jnp.float16)
 
 
@@ -120,7 +120,7 @@ def test_quantize_raises_for_scales_out_of_range(weight, zero):
 )
 def test_quantize_raises_for_scales_beyond_every_dtype(format, dtype):
     large = jnp.full((64, 4), 3.4e38).at[::2].multiply(-1)
-    with refuses(rf"weights up to 3\.4e\+38 span a range beyond that of {dtype} scales; use"):
+    with refuses(rf"weights up to 3\.4e\+38 span a range larger than that of {dtype} scales; use"):
         quantize(large, format, quantizer="absmax", scale_dtype=jnp.dtype(dtype))
     quantize(large, FP8)  # division by 448 keeps the scale finite
 

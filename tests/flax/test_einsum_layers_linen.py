@@ -143,7 +143,7 @@ def test_layers_of_other_packages_are_known(kind, name, monkeypatch):
     assert [layer.path for layer in report.layers] == [f"block.{name}" for name in known]
 
 
-def test_calls_of_known_layers_that_are_written_otherwise_stay_as_they_are(monkeypatch):
+def test_known_layers_with_other_equations_stay_floats(monkeypatch):
     monkeypatch.setattr(Einsum, "__module__", "gemma.gm.nn._layers")
 
     class Model(nn.Module):

@@ -59,7 +59,7 @@ __device__ inline int Add(int a, int b, int limit) {
   return static_cast<int>(sum < static_cast<unsigned>(limit) ? sum : static_cast<unsigned>(limit));
 }
 
-// The sum of the values of lower lanes, at most `limit`; `total`: of all lanes.
+// Returns the sum over the lower lanes, at most `limit`. `total` becomes the sum over all lanes, at most `limit`.
 __device__ inline int ScanLanes(int value, int limit, int* total) {
   const int lane = threadIdx.x % 32;
   int sum = value;
@@ -125,7 +125,7 @@ __device__ RaggedTotals ForEachGroup(const RaggedParams& p, Visit visit) {
   return totals;
 }
 
-// A block of the rows outside of all local groups, of `kBlock` rows; `number` counts from the blocks of local groups on.
+// A block of kBlock rows outside of all local groups. Block 0 follows the last block of a local group.
 template <int kBlock>
 __device__ RaggedBlock ZeroBlock(const RaggedParams& p, int begin, int end, int number) {
   const int before = (begin + kBlock - 1) / kBlock;

@@ -51,7 +51,7 @@ def _matrix(
     module = name.removesuffix(".weight")
     if any(pattern.match(module) for pattern in floats):
         raise ValueError(
-            f"{weight.where} has scales, but by {config.path} {module!r} stays floats; {AGAIN}."
+            f"{weight.where} has scales, but {config.path} keeps {module!r} in floats; {AGAIN}."
         )
     if not 2 <= len(weight.shape) <= 3 or weight.kind not in ("F8_E4M3", "I8"):
         raise ValueError(
@@ -63,8 +63,8 @@ def _matrix(
     if lead:
         if rows == -1 or n % rows:
             raise ValueError(
-                f"{weight.where} is a stack of matrices of {n} rows, but blocks of {rows} rows "
-                f"divide those that are read; {OTHER}."
+                f"{weight.where} is a stack of matrices of {n} rows, but a matrix must have "
+                f"whole blocks of {rows} rows; {OTHER}."
             )
         scale.check((scale.kind,), (*lead, n // rows, *scale.shape[2:]))
         weight = weight._replace(shape=(lead[0] * n, k))
@@ -87,7 +87,7 @@ def _block(config: Fields) -> tuple[int, int]:
             return rows, columns
         case found:
             raise ValueError(
-                f"{config.path}: 'weight_block_size' is {found!r}, but blocks are read of a number "
+                f"{config.path}: 'weight_block_size' is {found!r}, but a block must have a number "
                 f"of rows and a multiple of 16 columns, such as [128, 128]; {OTHER}."
             )
 
