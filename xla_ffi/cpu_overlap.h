@@ -12,8 +12,7 @@
 
 namespace jaxlowbit {
 
-// Calls run(buffers) with a result that does not overlap operands: if it would, in a temporary buffer that is copied
-// afterwards.
+// Calls run(buffers). If the result overlaps operands, `run` writes to a temporary buffer, which is then copied.
 template <typename Run>
 void RunWithoutOverlap(const QuantizedMatmul& problem, Buffers buffers, Run run) {
   const auto read = OperandExtents(problem, buffers);

@@ -334,7 +334,7 @@ def _unsupported(path: Path, layer: Layer, params: Mapping[Path, Any]) -> str | 
     kind, module = layer.kind, layer.module
     for option in kind.options:
         if getattr(module, option) is not None:
-            return f"has {option}={getattr(module, option)!r}, which a quantized product has not"
+            return f"has {option}={getattr(module, option)!r}, but quantized layers lack it"
     if type(module) is not kind.layer:
         expected, found = kind.layer.__name__, type(module).__name__
         return f"is {found}, and a subclass of nn.{expected} may compute something else"
@@ -344,9 +344,9 @@ def _unsupported(path: Path, layer: Layer, params: Mapping[Path, Any]) -> str | 
         return f"has no {kind.weight} of its own path in params, which it shares with another layer"
     if not layer.plain:
         return (
-            f"multiplies by what is computed from its {kind.weight} in each call, as in "
-            "nn.WeightNorm, nn.SpectralNorm and nn.map_variables, or by a part of a stack along "
-            f"another axis than the first, so that quantizing the {kind.weight} would change the "
-            "model; store what is computed as the parameter of a plain layer"
+            f"computes its factor from {kind.weight} in each call, as nn.WeightNorm, "
+            "nn.SpectralNorm and nn.map_variables do, or slices a stack along another axis than "
+            f"the first, so quantizing {kind.weight} would change the model; store the computed "
+            "factor as the parameter of a plain layer"
         )
     return None

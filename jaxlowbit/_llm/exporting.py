@@ -68,7 +68,7 @@ def _write_gguf(
     theirs = {ours: name for name, ours in reversed([*names.tensors.items()])}
     scaling = config.rope_scaling
     if scaling is not None and scaling.kind == "longrope":
-        raise ValueError("export: tensors of the rotation longrope are not written; keep the file.")
+        raise ValueError("export: models with longrope cannot be written; keep the file.")
     writer = gguf.GGUFWriter(path, names.name)
     _copy_metadata(source, writer)
     if scaling is not None and scaling.kind == "factors":

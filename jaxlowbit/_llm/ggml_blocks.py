@@ -40,8 +40,8 @@ def blocks_of(array: QuantizedArray) -> Blocks:
     group = array.format.group_size
     if array.k % size or (group > 0 and group % (16 if kind == "NVFP4" else _BLOCK)):
         raise ValueError(
-            f"{kind} has blocks of {size} inputs, but it has {array.k} in groups of {group}; use "
-            "groups of a multiple of 32"
+            f"{kind} has blocks of {size} inputs, but the matrix has {array.k} inputs in groups "
+            f"of {group}; use groups of a multiple of 32"
         )
     rows = rows_of(array)
     if kind == "NVFP4":
@@ -76,7 +76,7 @@ def kind_of(format: Format) -> str:
                 if least <= needed[0] and needed[1] <= largest:
                     return kind
     raise ValueError(
-        f"no type of GGUF represents the format {format_name(format)}; these are: {SUPPORTED}"
+        f"no type of GGUF represents the format {format_name(format)}, only: {SUPPORTED}"
     )
 
 
@@ -120,7 +120,7 @@ def _bytes_of_scales(kind: str, scale: np.ndarray, array: QuantizedArray) -> np.
         return scale.view(np.uint8)[..., None]
     mantissa, exponent = np.frexp(scale.astype(np.float32))
     if not ((mantissa == 0.5) & (exponent > -127)).all():
-        raise ValueError("MXFP4 has powers of two as scales, but its scales are others; use mxfp4")
+        raise ValueError("scales of MXFP4 must be powers of two; use the format mxfp4")
     return (exponent + 126).astype(np.uint8)[..., None]
 
 

@@ -24,7 +24,7 @@ from .sampling import NOT_A_NUMBER, Counts, Sampling, random_key, sample
 LARGEST_CHUNK = 512  # maximum tokens of a prompt per call
 SMALLEST_CHUNK = 16
 _TOKENS = 32  # maximum sampled tokens per call
-_PATIENCE = 0.1  # seconds; with `growing`, groups stop growing after a longer call
+_PATIENCE = 0.1  # seconds; with `growing`, a call that takes longer stops the growth
 
 _EOS, _LENGTH = -1, -2
 FINISHES = {_EOS: "eos", _LENGTH: "length", NOT_A_NUMBER: "nan"}

@@ -20,7 +20,7 @@ class Rows(NamedTuple):
 
 
 def rows_of(array: QuantizedArray) -> Rows:
-    """Unpacks a matrix with scales of one level.
+    """Unpacks a matrix without two-level scales.
 
     **Raises:** `ValueError` for a stack, shards, permuted rows and two-level scales.
     """
@@ -29,7 +29,7 @@ def rows_of(array: QuantizedArray) -> Rows:
     if array.shards != (1, 1) or array.permutation is not None:
         raise ValueError("its rows are permuted or padded for shards, which has no counterpart")
     if array.format.scale == "two_level":
-        raise ValueError("its scales have two levels; load it without scale_dtype='two_level'")
+        raise ValueError("it has two-level scales; load it without scale_dtype='two_level'")
     size = array.format.group_size
     groups = 1 if size == -1 else -(-array.k // size)
 

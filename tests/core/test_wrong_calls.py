@@ -23,7 +23,7 @@ jl: Any = jaxlowbit  # `Any`: the calls below have wrong types
 
 
 @pytest.fixture(autouse=True)
-def as_users_have_it():
+def promotion_of_users():
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 

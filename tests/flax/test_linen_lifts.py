@@ -233,7 +233,7 @@ def test_computed_weights_raise_unless_kept_in_floats(name):
     module: Any = Model(run)
     floats = module.init(KEY, X)
     _, before = module.apply(floats, X)
-    with pytest.raises(ValueError, match=r"'r.*' multiplies by what is computed.*Keep"):
+    with pytest.raises(ValueError, match=r"'r.*' computes its factor.*Keep"):
         quantize_model(module, floats, {"": FORMAT}, X)
     model, variables, report = quantize_model(module, floats, {"plain": FORMAT, "r": None}, X)
     assert [layer.path for layer in report.layers if layer.format] == ["plain"]
@@ -250,7 +250,7 @@ def test_a_weight_computed_in_one_of_two_calls_raises():
             return self.layer(x) + norm(self.layer, x)
 
     module = Twice()
-    with pytest.raises(ValueError, match="'layer' multiplies by what is computed"):
+    with pytest.raises(ValueError, match="'layer' computes its factor"):
         quantize_model(module, module.init(KEY, X), FORMAT, X)
 
 

@@ -268,14 +268,14 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "odd block": (
         {"config": FP8 | {"weight_block_size": [128, 100]}},
-        r"'weight_block_size' is \[128, 100\], but blocks are read of a number of rows and a "
+        r"'weight_block_size' is \[128, 100\], but a block must have a number of rows and a "
         "multiple of 16",
     ),
     "three sizes": ({"config": FP8 | {"weight_block_size": [1, 128, 128]}}, "'weight_block_size'"),
     "other floats": ({"config": FP8 | {"fmt": "e5m2"}}, "'fmt' is 'e5m2', but 'e4m3' is read"),
     "floats by name": (
         {"config": FP8 | {"modules_to_not_convert": ["self_attn"]}},
-        r"_proj.weight' has scales, but by .* stays floats",
+        r"_proj.weight' has scales, but .* keeps .* in floats",
     ),
     "method": (
         {"config": {"quant_method": "exl3", "bits": 4}},
