@@ -20,7 +20,7 @@ struct QuantizeRows {
   int64_t rows, columns;
   const void* floats;   // [rows, columns]
   const float* factor;  // [columns], divides the columns first; null for none
-  void* values;         // [rows, padded columns], interleaved; wide, bfloat16 in order
+  void* values;         // [rows, padded columns], interleaved; if `wide`, bfloat16 in column order
   float* scale;         // [rows]
   // Requires that the previous kernel in the stream belongs to the same call: a kernel before the call may have written
   // weights, which the following product loads without waiting.

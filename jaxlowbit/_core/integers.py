@@ -158,7 +158,7 @@ def of_blocks(values: Any, scale: Any, block_size: Any) -> tuple[Any, Any, Forma
     narrow = next((name for name, dtype in SCALES.items() if scale.dtype == dtype), None)
     if narrow in ("e4m3", "int8", "two_level") or not jnp.issubdtype(scale.dtype, jnp.floating):
         raise ValueError(
-            f"from_blocks: scale is {scale.dtype}, but it must be of floats, or float8_e8m0fnu; "
+            f"from_blocks: scale is {scale.dtype}, but it must be float, or float8_e8m0fnu; "
             "cast it."
         )
     format = Format(8, rows, codebook=names[values.dtype]).replace(scale=narrow)

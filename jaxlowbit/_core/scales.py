@@ -62,7 +62,7 @@ def stored(scale: Array, format: Format) -> Array:
 def two_levels(
     scale: Array, zero: Array | None, format: Format
 ) -> tuple[Array, Array | None, Array, Array | None]:
-    """Bytes of two-level scales and float zeros that cover the range of float32 ones.
+    """Rounds float32 scales and float zeros to bytes of two-level ones that cover the same range.
 
     Zeros are rounded down and scales up, so that the range of a group still covers its values.
 
@@ -106,7 +106,8 @@ def least(dtype: Any) -> float:
 
 
 def zero_qvalue(scale: Array, zero: Array | None, format: Format) -> Array:
-    """The codes of the values nearest to 0, uint8 (..., groups, n); one code without a zero."""
+    """The codes of the values nearest to 0, uint8 (..., groups, n); a single code if the format
+    has no zero."""
     if zero is None:
         least = format.offset if format.codebook is None else _least_number(format)
         return jnp.full((1,) * scale.ndim, least, jnp.uint8)

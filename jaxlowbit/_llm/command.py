@@ -126,10 +126,10 @@ def _add_model(parser: argparse.ArgumentParser, also: str = "") -> None:
     samples = "windows of 512 tokens of it (%(default)s)"
     parser.add_argument("--samples", type=int, default=128, metavar="N", help=samples)
     parser.add_argument("--dtype", choices=list(map(str, FLOATS)), help="of the activations")
-    inputs = "to which blocks round the inputs of products with quantized weights"
+    inputs = "rounds inputs of products with quantized weights in blocks to this dtype"
     dtypes = [str(dtype) for dtype in activations.VALUES]
     parser.add_argument("--lhs-qtype", choices=dtypes, help=inputs)
-    fewer = "tokens at a time from which they do; fewer are floats"
+    fewer = "minimum number of tokens in a call for such rounding"
     parser.add_argument("--lhs-min-rows", type=int, metavar="N", help=fewer)
     devices = "how many devices to divide the model over"
     parser.add_argument("--devices", type=int, default=1, metavar="N", help=devices)

@@ -164,8 +164,12 @@ def windowed(model: Any, text: Any, context: Any) -> tuple[np.ndarray, np.ndarra
 
 @functools.partial(jax.jit, static_argnums=0)
 def _surprise(graphs: Any, weights: Any, tokens: Array, skipped: Array, count: Array) -> Array:
-    """Sums over the `count` tokens after the first of tokens (context + 1,), except the first
-    `skipped` of these: -log p by the first model, and its divergence from the second, or 0."""
+    """Sums over the predicted tokens of a window: -log p by the first model, and its divergence
+    from the second model, or 0.
+
+    `tokens` is (context + 1,). Predicted are the `count` tokens after the first, except the first
+    `skipped` of these.
+    """
     decoders = [nnx.merge(graph, state) for graph, state in zip(graphs, weights, strict=True)]
     context = len(tokens) - 1
     steps = jnp.arange(context, dtype=jnp.int32)

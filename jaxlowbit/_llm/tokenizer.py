@@ -56,8 +56,8 @@ class Tokenizer:
         **Arguments:**
 
         - `text`: any string.
-        - `bos`: whether to add the tokens that begin and end texts. None follows the file. So does
-          True, which also adds `bos` if the file puts no token before a text.
+        - `bos`: whether to add the tokens that begin and end texts. None: as the file defines.
+          True: also `bos`, if the file puts no token before a text.
         - `special`: whether the names of control tokens, such as `<|im_end|>`, become these tokens.
           False encodes them as text, for text from other people. None is True, unless the file says
           otherwise.

@@ -108,7 +108,7 @@ def test_a_model_runs_on_packed_parameters(model):
     assert text.count("= quantized_matmul") == 3  # the product of the dense layer includes its bias
 
 
-def test_changed_variables_come_back(model):
+def test_changed_variables_are_returned(model):
     _, quantized, stored, _ = model
     out, changed = quantized.apply(stored, IDS, mutable=["state"])
     assert out.shape == (2, 3, VOCABULARY) and changed["state"]["experts"]["calls"] == 1
@@ -116,7 +116,7 @@ def test_changed_variables_come_back(model):
     assert set(changed["params"]) == {"experts"} and "packing" not in str(changed)
 
 
-def test_gradients_pass_the_packed_words(model):
+def test_gradients_with_packed_words(model):
     variables, quantized, stored, _ = model
     wanted = floats(variables, stored)
 
