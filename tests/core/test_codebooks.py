@@ -191,7 +191,7 @@ WRONG = [
     ({"bits": 4, "codebook": "nf3"}, ValueError, "codebook='nf3' is unknown; it is one of 'nf4'"),
     ({"bits": 8, "codebook": "nf4"}, ValueError, "whose values have 4 bits; use bits=4"),
     ({"bits": 4, "codebook": "nf4", "zero": "float"}, ValueError, "leave zero out"),
-    ({"bits": 2, "codebook": (1.0, 2.0)}, ValueError, "has 2 numbers, but 2 bits stand for 4"),
+    ({"bits": 2, "codebook": (1.0, 2.0)}, ValueError, "has 2 numbers, but 2 bits represent 4"),
     ({"bits": 1, "codebook": (1.0, np.nan)}, ValueError, "number 1 of the codebook is nan"),
     ({"bits": 1, "codebook": (1e39, 1.0)}, ValueError, "number 0 of the codebook is 1e\\+39"),
     ({"bits": 1, "codebook": (0.0, -0.0)}, ValueError, "all numbers of the codebook are 0"),

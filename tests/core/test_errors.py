@@ -139,7 +139,7 @@ def test_quantize_raises_for_scales_beyond_every_dtype(format, dtype):
 )
 def test_quantize_raises_for_weights_too_small_for_any_scale(weight, size, dtype, message):
     small = weight.at[1].multiply(size)
-    with refuses(r"weights up to [\d.]+e-\d+ need scales below .*, the least " + message):
+    with refuses(r"weights up to [\d.]+e-\d+ need scales below .*, the minimum " + message):
         quantize(small, Format(8), scale_dtype=jnp.dtype(dtype))
     quantize(small.astype(jnp.float16), Format(8))  # float16 scales represent these values
 
@@ -232,7 +232,7 @@ def test_from_integers_beyond_32_bits(value, x64):
 def test_from_integers_raises_for_nonfinite_values(value):
     bad = SCALE.copy()
     bad[1, 3] = value
-    rule = rf"has 1 values that are NaN or infinite, the first at \(1, 3\) \({value}\); no weight"
+    rule = rf"has 1 values that are NaN or infinite, the first at \(1, 3\) \({value}\); they"
     with refuses("scale " + rule):
         QuantizedArray.from_integers(VALUES, bad, format=FOUR)
     unsigned = VALUES.astype(np.uint8)

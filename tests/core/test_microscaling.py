@@ -506,8 +506,8 @@ WRONG: list[tuple[Any, str]] = [
     ),
     (lambda: blocks(EIGHT.astype(jnp.float32), ONE), "values is float32.*view the bits of a"),
     (lambda: blocks(EIGHT, jnp.ones((1, 2))), r"blocks of 128 x 128 have \(1, 1\); transpose both"),
-    (lambda: blocks(EIGHT, ONE.astype(jnp.int32)), "scale is int32, but it must be of floats"),
-    (lambda: blocks(EIGHT, ONE.astype(E4M3)), "scale is float8_e4m3fn, but it must be of floats"),
+    (lambda: blocks(EIGHT, ONE.astype(jnp.int32)), "scale is int32, but it must be float, or"),
+    (lambda: blocks(EIGHT, ONE.astype(E4M3)), "scale is float8_e4m3fn, but it must be float, or"),
     (lambda: blocks(EIGHT, ONE * jnp.nan), "from_blocks: scale has 1 values that are NaN"),
     (lambda: blocks(EIGHT, np.full((1, 1), 255, np.uint8).view(E8M0)), "scale has 1 values that a"),
     (

@@ -155,7 +155,7 @@ def test_raises_for_other_qtypes(qtype):
 
 def test_raises_for_tiles_along_n():
     array = qwix.quantize(weight(), jnp.int4, tiled_axes={1: 35})
-    with refuses(r"scale has shape \(1, 2\), but only the second to last axis is tiled here"):
+    with refuses(r"scale has shape \(1, 2\), but it must broadcast to"):
         QuantizedArray.from_qarray(array)
 
 

@@ -304,7 +304,7 @@ def test_unsupported_files_raise():
             super_scale=floats,
         )
     with pytest.raises(
-        ValueError, match="beyond that of float16 scales; leave scale='two_level' out"
+        ValueError, match="larger than that of float16 scales; leave scale='two_level' out"
     ):
         quantize(jnp.full((256, 8), 1e9).at[0].set(-1e9), Q4_K)
     with pytest.raises(ValueError, match="most groups of a matrix; leave scale='two_level' out"):

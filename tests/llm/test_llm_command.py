@@ -227,7 +227,7 @@ def test_a_line_that_does_not_fit_changes_nothing():
     talk = conversation()
     before, _ = talk.ask("a")
     talk.answer(None)
-    with pytest.raises(ValueError, match=r"the line has 106 tokens .* context holds 100 with"):
+    with pytest.raises(ValueError, match=r"the line has 106 tokens .* context has 100, with"):
         talk.ask("x" * 100)
     assert talk.ask("a") == (before, 0)
     talk.answer("yes")
