@@ -1,14 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Host interface of the kernels: prepare them once per device, then enqueue products.
+// Host interface of the kernels: prepare them once per device, load plans (plan.h), then run their steps.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <functional>
+#include <memory>
 #include <vector>
 
 #include "cuda/gpu.h"
+#include "cuda/plan.h"
 #include "cuda/problem.h"
 #include "cuda/select/choice.h"
 
@@ -19,31 +22,40 @@ namespace jaxlowbit {
 // failure. Must not run first during stream capture.
 cudaError_t PrepareKernels(int device);
 
-// The CUDA ordinal of a stream's device. (XLA's ordinals count only the devices that XLA was told to use.)
-cudaError_t DeviceOf(cudaStream_t stream, int* device);
+// Finds the device of a stream, which PrepareKernels prepares first if `prepares`. `ordinal`: its CUDA ordinal; -1 if the
+// stream cannot be asked. (XLA's ordinals count only the devices that XLA was told to use.)
+cudaError_t FindTarget(cudaStream_t stream, bool prepares, int* ordinal, Target* target);
 
 // Properties of `device` that PrepareKernels read.
 const Device& DeviceInfo(int device);
 
-// Enqueues the products of one call on `stream`, in order, at any address (placement.h), each in as many launches as
-// the limits of a grid require. All but the first use PDL. Products that qmm_sm90_stream may join
-// (sm90_stream::MayJoin) share one launch. If a product has a permutation that its kernel does not gather itself, a
-// gather kernel precedes it.
-//
-// Only launches: it does not allocate device memory, synchronise or query the device, so it can be captured into a
-// graph. The products share the workspace of the first, which may be uninitialised; with less than kMaxWorkspaceBytes,
-// k is split into fewer slices.
-cudaError_t LaunchProducts(std::vector<Operands> products, int64_t workspace_bytes, int device,
-                           cudaStream_t stream);
+// A step of a plan, loaded on one device. Immutable: several threads may run it at once.
+class LoadedStep {
+ public:
+  virtual ~LoadedStep() = default;
 
-// Loads the kernels that LaunchProducts would launch for these products if their buffers are aligned and do not
-// overlap. This may compile for seconds and may allocate device memory. Repeated calls on a thread cost one table
-// lookup.
-cudaError_t LoadProducts(const std::vector<QuantizedMatmul>& problems, int64_t workspace_bytes,
-                         int device);
+  // Enqueues the step. `pointers`: of the call's buffers, which its addresses number. Only launches: it does not
+  // allocate device memory, synchronise or query the device, so it can be captured into a graph.
+  virtual cudaError_t Run(void* const* pointers, cudaStream_t stream) const = 0;
+};
 
-// Starts compiling the kernels that products will probably launch on the current device, if any. Never fails.
-void StartCompiling(const std::vector<QuantizedMatmul>& problems);
+// The pointer to an address.
+inline void* PointerTo(const Address& address, void* const* pointers) {
+  if (address == nullptr) return nullptr;
+  return static_cast<char*>(pointers[address.buffer]) + address.offset;
+}
+
+// Loads the kernels of steps on a device. This may compile for seconds and may allocate device memory.
+cudaError_t LoadSteps(const std::vector<PlannedStep>& plan, const Device& device,
+                      std::vector<std::unique_ptr<const LoadedStep>>* steps);
+
+// Starts compiling the kernels of steps that are probably needed on the current device, if any. `plan` makes the steps
+// for a device. Never fails.
+void StartCompiling(const std::function<std::vector<PlannedStep>(const Target&)>& plan);
+
+// Plans, loads and enqueues one product, at any address. The driver's entry point: it is planned anew in each call.
+cudaError_t LaunchProduct(const Operands& product, int64_t workspace_bytes, int device,
+                          cudaStream_t stream);
 
 // Enqueues a product by an explicit choice (the autotuner's entry point). The product must be within the limits of a
 // launch, its operands aligned as the problem says, and its result must not overlap them.

@@ -111,36 +111,17 @@ constexpr int64_t GroupSize(int64_t size, int64_t k, ElementType scale) {
   return size >= CeilDiv(k, kAtom) * kAtom ? -1 : size;
 }
 
-// Ragged: row r of lhs belongs to group g, whose rows follow those of group g - 1, and multiplies weight g - offset
-// (gated: of the gate, and weight experts + g - offset of up). Rows of groups without a weight, and rows behind the last
-// group, are zero in the result.
-//
-// Buffers of one call. `zero`, `unit`, `index`, `bias` and `residual` may be null. A null index selects weight b for
-// batch element b, or weight 0 if there is only one. With permuted parts, stored row r of a part is row
-// `permutation[r]` of that part, clamped to the part; a kernel that does not gather lhs itself reads `gathered`, lhs in
-// stored row order.
-//
-// 8-bit lhs: `lhs_scale[m]` multiplies row m of the result before the epilogue, and integer accumulators support only
-// integer scales. With packed weights, lhs columns are interleaved in the order of the instruction: of each 16, column
-// 8 v + r is stored at 2 r + v. With integer scales, weights become 8-bit values.
-struct Buffers {
-  const void* lhs = nullptr;             // [batch, m, lhs_columns]
-  const float* lhs_scale = nullptr;      // [batch, m], of quantized values
-  const uint32_t* packed = nullptr;      // [num_weights, n_blocks, k_blocks, words_per_atom]
-  const void* scale = nullptr;           // [num_weights, n_blocks, scale_rows, 64]
-  const void* zero = nullptr;            // [num_weights, n_blocks, scale_rows, 64]
-  const float* unit = nullptr;           // [num_weights, epilogue.units], tensor or channel scales; null: 1
-  const int32_t* index = nullptr;        // [batch * weights_per_element] (WeightNumber)
-  const int32_t* group_sizes = nullptr;  // [groups_of_rows]
-  const int32_t* group_offset = nullptr; // [1], the group of the first weight; null: 0
-  const void* bias = nullptr;            // [biases, n]
-  const void* residual = nullptr;        // as out
-  const int32_t* permutation = nullptr;  // [permuted_parts, k / permuted_parts]
-  const float* codebook = nullptr;       // [2^bits] in memory of the host; null: integers
-  void* gathered = nullptr;              // as lhs; uninitialised
-  void* out = nullptr;                   // [batch, m, out_columns]
-  void* workspace = nullptr;             // CUDA only; uninitialised
+// The buffers of one product (buffers.def). `Pointer<T>`: T*, or an address that is known at launch (plan.h).
+template <template <typename> class Pointer>
+struct BasicBuffers {
+#define JAXLOWBIT_BUFFER(type, name) Pointer<type> name = {};
+#include "cuda/buffers.def"
+  const float* codebook = nullptr;  // [2^bits] in memory of the host; null: integers
 };
+
+template <typename T>
+using RawPointer = T*;
+using Buffers = BasicBuffers<RawPointer>;
 
 // One product of a call.
 struct Operands {

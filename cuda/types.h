@@ -29,14 +29,32 @@ enum class ElementType { kF32, kBf16, kF16, kE8m0, kE4m3, kInt8, kSuper, kInt32 
 // 8-bit type that a product rounds its lhs to.
 enum class Rounding { kNone, kInt8, kE4m3 };
 enum class ZeroKind { kNone, kInteger, kFloat };
-enum class Activation { kNone, kSilu, kGelu, kGeluTanh, kRelu };
+
+// Activations: enumerator, name, and the formula of x on vectors of the CPU (cpu/clone/rows.inc). kernels/epilogue.cuh
+// computes the same functions.
+#define JAXLOWBIT_ACTIVATIONS(ACTIVATION)                                                    \
+  ACTIVATION(kNone, "none", x)                                                               \
+  ACTIVATION(kSilu, "silu", Sigmoid(x) * x)                                                  \
+  ACTIVATION(kGelu, "gelu", Phi(x) * x)                                                      \
+  ACTIVATION(kGeluTanh, "gelu_tanh", Sigmoid(1.59576912f * (x + 0.044715f * x * x * x)) * x) \
+  ACTIVATION(kRelu, "relu", x < Vec{} ? Vec{} : x)                                           \
+  ACTIVATION(kGptOss, "gpt_oss", Sigmoid(1.702f * Below(x)) * Below(x))
+
+// kGptOss clamps the gate from above and up from both sides, and adds 1 to up. https://github.com/openai/gpt-oss
+inline constexpr float kGptOssLimit = 7;
+
+#define JAXLOWBIT_ENUMERATOR(enumerator, name, formula) enumerator,
+enum class Activation { JAXLOWBIT_ACTIVATIONS(JAXLOWBIT_ENUMERATOR) };
+#undef JAXLOWBIT_ENUMERATOR
 
 // Names of types and activations in Python and the driver, in enum order.
 inline constexpr const char* kElementTypeNames[] = {
     "float32", "bfloat16", "float16", "float8_e8m0fnu", "float8_e4m3fn", "int8", "uint8", "int32"};
 inline constexpr const char* kRoundingNames[] = {"none", "int8", "float8_e4m3fn"};
 inline constexpr const char* kZeroKindNames[] = {"none", "integer", "float"};
-inline constexpr const char* kActivationNames[] = {"none", "silu", "gelu", "gelu_tanh", "relu"};
+#define JAXLOWBIT_NAME(enumerator, name, formula) name,
+inline constexpr const char* kActivationNames[] = {JAXLOWBIT_ACTIVATIONS(JAXLOWBIT_NAME)};
+#undef JAXLOWBIT_NAME
 
 // Names of codebooks, in enum order.
 inline constexpr const char* kCodebookNames[] = {"none", "table", "e2m1", "e4m3", "e5m2"};

@@ -90,6 +90,11 @@ SUBCOMMANDS = {
         "Compares perplexity, divergence and size of a language model in several formats.",
         "jaxlowbit evaluate model.gguf --text book.txt --formats int4 int3-g64",
     ),
+    "plan": Subcommand(
+        "_llm.plan_command",
+        "Chooses a format for each matrix, for a target of bits per weight.",
+        "jaxlowbit plan model.gguf --bits 3.5 --calibration book.txt --output plan.json",
+    ),
     "bench": Subcommand(
         "_llm.command",
         "Measures the tokens per second of a language model.",

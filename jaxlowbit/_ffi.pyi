@@ -1,5 +1,5 @@
 from collections.abc import Sequence
-from typing import Any, Required, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 KERNELS: list[str]
 KERNEL_BITS: tuple[int, ...]
@@ -11,6 +11,7 @@ MAX_TABLE_BITS: int
 LAYOUT_VERSION: int
 PLACE_ALIGNMENT: int
 MAX_SPLIT_K: int
+MAX_K_OF_8_BITS: int
 MAX_RMS_NORM_COLUMNS: int
 MAX_ATTEND_HEAD_SIZE: int
 MAX_ATTEND_SHARED: int
@@ -28,6 +29,7 @@ def instances(bits: int) -> list[tuple[str, str, bool, str, str, str, str]]: ...
 def architecture(compute_capability: int) -> str: ...
 def loaded() -> dict[str, int]: ...
 def can_exchange(devices: Sequence[int]) -> bool: ...
+def take_exchange_failure() -> str: ...
 def execute_count() -> int: ...
 def compile(
     instances: Sequence[tuple[str, str]], architecture: str, *, wait: bool = True
@@ -39,25 +41,13 @@ def step(**fields: int | bool | str) -> list[int]: ...
 def unsupported(product: Sequence[int], compute_capability: int, kernel: str = "") -> str: ...
 def min_rows_for_8bit(product: Sequence[int]) -> int: ...
 def codebook(numbers: Sequence[float]) -> str: ...
-def max_partial_sums_bytes(rows: int, columns: int) -> int: ...
+def compiled_for(product: Sequence[int]) -> str: ...
+def unsupported_int8_on_cpu(product: Sequence[int], isa: str) -> str: ...
+def partial_sums_bytes(product: Sequence[int]) -> int: ...
+def attend_bytes(*, batch: int, heads: int, kv_heads: int, head_size: int, reach: int) -> int: ...
 
-# The keyword arguments that describe a product, a device and a build.
+# The keyword arguments that describe a launch, a device and a build.
 class _Asked(TypedDict, total=False):
-    m: Required[int]
-    n: Required[int]
-    k: Required[int]
-    bits: int
-    codebook: str
-    group_size: int
-    batch: int
-    lhs: str
-    float32_scale: bool
-    narrow_scale: str
-    zero: str
-    scale_accumulators: bool
-    accumulate_float16: bool
-    transposed: bool
-    gated: bool
     early_start: bool
     aligned: bool
     compute_capability: int
@@ -70,9 +60,11 @@ class _Asked(TypedDict, total=False):
     device_name: str
     workspace_bytes: int
 
-def select(**asked: Unpack[_Asked]) -> dict[str, Any]: ...
-def candidates(**asked: Unpack[_Asked]) -> list[tuple[str, int, int, int, int, int]]: ...
-def question(**asked: Unpack[_Asked]) -> Question: ...
+def select(product: Sequence[int], **asked: Unpack[_Asked]) -> dict[str, Any]: ...
+def candidates(
+    product: Sequence[int], **asked: Unpack[_Asked]
+) -> list[tuple[str, int, int, int, int, int]]: ...
+def question(product: Sequence[int], **asked: Unpack[_Asked]) -> Question: ...
 
 class Question: ...
 
@@ -88,13 +80,7 @@ class CostModel:
 
 def set_tuned(
     device_name: str,
-    entries: Sequence[
-        tuple[
-            tuple[int, int, int, int, int, str, bool, str],
-            tuple[str, int, int, int, int, int],
-            int,
-        ]
-    ],
+    entries: Sequence[tuple[Sequence[int], tuple[str, int, int, int, int, int], int]],
     *,
     compute_capability: int,
     num_sms: int,

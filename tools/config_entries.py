@@ -34,6 +34,9 @@ CLASSES = {
     "smollm3": "smollm3.SmolLM3Config",
     "granite": "granite.GraniteConfig",
     "exaone4": "exaone4.Exaone4Config",
+    "mixtral": "mixtral.MixtralConfig",
+    "qwen3_moe": "qwen3_moe.Qwen3MoeConfig",
+    "gpt_oss": "gpt_oss.GptOssConfig",
 }
 IMAGES = ("gemma3", "mistral3")  # The decoder is in their text_config.
 

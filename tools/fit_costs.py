@@ -15,7 +15,7 @@ import gzip
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -25,6 +25,8 @@ from jaxlowbit import Format, __version__
 from jaxlowbit._backends import selection
 from jaxlowbit._backends.extension import ffi
 from jaxlowbit._backends.selection import DeviceFacts, Product
+from jaxlowbit._core.activations import VALUES
+from jaxlowbit._core.format import SCALES
 from jaxlowbit._tuning import devices
 from jaxlowbit._tuning import table as tables
 
@@ -52,6 +54,11 @@ _MOST_MICROSECONDS = 500  # of an entry
 _LEAST_TILE = 16  # rows between tiles at large M
 _NUMBER = re.compile(r"(?<![\w.])-?\d+\.?\d*(?:e[+-]?\d+)?(?![\w.])")
 
+# Fields that are not of the product (cuda/product.def).
+_LAUNCH = {"early_start", "aligned", "clusters", "compiles", "workspace_bytes", "device_name"}
+_LAUNCH |= set(DeviceFacts._fields)
+_SCALES = {name: str(dtype) for name, dtype in SCALES.items()} | {"super": "uint8"}
+
 # The fields of cuda/select/choice.h; the first is the kernel.
 Choice = tuple[int, int, int, int, int, int]
 
@@ -78,6 +85,18 @@ class Problem(NamedTuple):
         )
 
 
+def asked(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `ffi.select` for the fields of a measurement, as the driver writes them."""
+    own = {name: value for name, value in fields.items() if name not in _LAUNCH}
+    lhs = own.setdefault("lhs", "bfloat16")
+    floats = "bfloat16" if lhs in VALUES else lhs
+    wide = "float32" if own.pop("float32_scale", False) else floats
+    own["scale"] = _SCALES.get(own.pop("narrow_scale", ""), wide)
+    own = {"group_size": 128, "out": floats} | own
+    launch = {name: fields[name] for name in _LAUNCH & fields.keys()}
+    return {"product": ffi.product(**own)} | launch
+
+
 def load(paths: Iterable[Path]) -> list[Problem]:
     """Loads the problems of files, without options that are not modelled."""
     problems = []
@@ -92,7 +111,7 @@ def load(paths: Iterable[Path]) -> list[Problem]:
                 if not _UNMODELLED & fields.keys():
                     times = {(*choice,): us for *choice, us in line["choices"]}
                     source = path.name.partition(".")[0]
-                    problems.append(Problem(source, fields, ffi.question(**fields), times))
+                    problems.append(Problem(source, fields, ffi.question(**asked(fields)), times))
     return problems
 
 
@@ -272,7 +291,7 @@ def regret(chosen: Iterable[tuple[Problem, float, float]]) -> Regret:
 def selected(problems: Iterable[Problem]) -> Iterator[tuple[Problem, Choice]]:
     """The selection of the installed package without measured choices."""
     for problem in problems:
-        kernel, *others = ffi.candidates(**problem.fields)[0]
+        kernel, *others = ffi.candidates(**asked(problem.fields))[0]
         yield problem, cast(Choice, (ffi.KERNELS.index(kernel), *others))
 
 

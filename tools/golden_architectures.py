@@ -34,7 +34,8 @@ def main() -> None:
         parameters = dict(model.named_parameters())
         with torch.no_grad():
             for key, parameter in parameters.items():
-                parameter.copy_(torch.from_numpy(golden.weight(key, tuple(parameter.shape))))
+                values = golden.parameter(entries["model_type"], key, tuple(parameter.shape))
+                parameter.copy_(torch.from_numpy(values))
             logits = model.eval()(torch.tensor([golden.TOKENS])).logits[0]
         found[name] = logits.numpy().astype(np.float32)
         print(f"{name}: {len(parameters)} tensors, largest logit {np.abs(found[name]).max():.2f}")

@@ -6,7 +6,8 @@
     python tools/measurements.py qmm_sm90 versions   # prints one
 
 A file is a study: tables by name, each with `title`, `conditions`, `columns` and `rows`, or instead
-of the last two the `results` of a sweep to read, with `shapes`, `m` and `backends`. `{name}` in a
+of the last two the `results` of a sweep to read, with `shapes`, `m` and `backends`, or a `quality`
+file of `tools/quality.py`. `{name}` in a
 cell is a figure of `figures.json`. Pages have the table between `<!-- table: study/name -->` and
 `<!-- /table -->`, and a list of all others of the study between `<!-- tables: study -->` and
 `<!-- /tables -->`.
@@ -56,6 +57,8 @@ def table(name: str, part: str) -> Table:
     found = tables[part]
     if "results" in found:
         return {**found, **_sweep(found)}
+    if "quality" in found:
+        return {**found, **_quality(found["quality"])}
     known = figures.read()
     rows = [
         [re.sub(r"\{([\w.-]+)\}", lambda m: figures.value(known, m[1]), cell) for cell in row]
@@ -105,6 +108,49 @@ def _sweep(found: Table) -> Table:
             *(f"{m} rows" if i == 0 else str(m) for i, m in enumerate(found["m"])),
         ],
         "rows": cells,
+    }
+
+
+def quality(name: str) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
+    """The conditions and the points of a file of `tools/quality.py`, most bits first."""
+    path = ROOT / "benchmarks/results" / name
+    found = json.loads(path.read_text(encoding="utf-8"))
+    points = sorted(found["points"].items(), key=lambda x: (-x[1]["bits"], -x[1]["perplexity"]))
+    return found["conditions"], dict(points)
+
+
+def _quality(name: str) -> Table:
+    """Quality by format and quantizer; the part of the loss of absmax that others recover."""
+    conditions, points = quality(name)
+    stored = points["stored"]
+    rows = []
+    for point, found in points.items():
+        format, _, quantizer = point.partition("/")
+        plain = points.get(f"{format}/absmax")
+        part = ""
+        if plain and plain is not found and "@" not in quantizer:
+            part = f"{(plain['loss'] - found['loss']) / (plain['loss'] - stored['loss']):.0%}"
+        rows.append(
+            [
+                format if not format[0].isdigit() else f"plan of {format} bits",
+                quantizer.replace("@", ", inputs in "),
+                f"{found['bits']:.2f}",
+                f"{found['megabytes']:.1f}",
+                f"{found['perplexity']:,.2f}",
+                f"{found['perplexity'] / stored['perplexity']:,.3f}",
+                f"{found['divergence']:.3f}",
+                part,
+            ]
+        )
+    columns = ["format", "quantizer", "bits", "MB", "perplexity", "over stored", "divergence"]
+    text = (
+        "{model}, first {tokens:,} tokens of {text}, context and stride {context}; calibration on "
+        "{calibration_tokens:,} tokens of {calibration}; {scales} scales; activations {activations}"
+    )
+    return {
+        "columns": [*columns, "recovered loss"],
+        "rows": rows,
+        "conditions": text.format(**conditions),
     }
 
 

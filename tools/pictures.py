@@ -97,6 +97,44 @@ def quality() -> Drawing:
     return drawing
 
 
+def quantizers() -> Drawing:
+    """Perplexity of SmolLM2-135M-Instruct over that of the file, by bits and quantizer."""
+    _, points = measurements.quality("quantizers.json")
+    stored = points["stored"]["perplexity"]
+    limit = 4.0
+    drawing = Drawing(414, "Perplexity of SmolLM2-135M-Instruct by bits and quantizer")
+    x, y = Axis(2, 5, 40, WIDTH - 60), Axis(1, limit, 300, 34, log=True)
+    axes(
+        drawing,
+        x,
+        y,
+        x_ticks=(2, 2.5, 3, 3.5, 4, 4.5, 5),
+        y_ticks=(1, 1.2, 1.5, 2, 3, 4),
+        x_label="bits per weight of the blocks, with scales",
+        y_label="perplexity over that of the file (lower is better)",
+    )
+    colors = dict(zip(("absmax", "hqq", "awq", "gptq", "awq+gptq"), _COLORS, strict=True))
+    above = []
+    for name, found in points.items():
+        format, _, quantizer = name.partition("/")
+        ratio = found["perplexity"] / stored
+        if quantizer not in colors or found["bits"] > x.high:
+            continue
+        if ratio > limit:
+            above.append(f"{name} {ratio:,.0f}")
+            continue
+        drawing.dot(x(found["bits"]), y(ratio), color=colors[quantizer])
+        if format[0].isdigit():
+            drawing.text(x(found["bits"]) - 7, y(ratio) + 5, "plan", size=12, anchor="end")
+    for i, (name, color) in enumerate(colors.items()):
+        drawing.dot(46 + 84 * i, 361, color=color)
+        drawing.text(55 + 84 * i, 366, name, size=13)
+    for i in range(0, len(above), 4):
+        words = ("Above: " if i == 0 else "") + ", ".join(above[i : i + 4])
+        drawing.text(40, 386 + 9 * i / 2, words, color="soft", size=11)
+    return drawing
+
+
 _LABELS = {
     "as stored": (0, 17, "middle"),
     "int4-int8": (-6, -4, "end"),
@@ -290,6 +328,7 @@ PICTURES: dict[str, Callable[[], Drawing]] = {
     for draw in (
         speed_up,
         quality,
+        quantizers,
         token_time,
         call_path,
         layout,

@@ -25,8 +25,8 @@
 
 #include <string>
 
-#include "cuda/extents.h"
 #include "cuda/ops/attend.h"
+#include "cuda/ways.h"
 #include "xla_ffi/call.h"
 
 namespace jaxlowbit {
@@ -142,7 +142,7 @@ inline ffi::Error CheckAttendSizes(const Attend& a) {
   return ffi::Error::Success();
 }
 
-// Reads operands, the first results and the attributes of a call.
+// Reads and checks an attention, all but its pointers.
 inline ffi::Error DecodeAttend(const AttendBuffers& b, Attributes* attributes, Attend* a) {
   a->reach = attributes->Get<int64_t>("reach");
   a->window = attributes->Get<int64_t>("window");
@@ -156,45 +156,55 @@ inline ffi::Error DecodeAttend(const AttendBuffers& b, Attributes* attributes, A
         CheckRank("keys", b.keys, 4, "[batch, slots, kv_heads, head_size]")}) {
     if (error.failure()) return error;
   }
-  const auto norm = [](ffi::AnyBuffer buffer) {
-    return buffer.element_count() == 0 ? nullptr : static_cast<const float*>(buffer.untyped_data());
-  };
   a->type = *type;
   a->batch = b.query.dimensions()[0];
   a->heads = b.query.dimensions()[1];
   a->head_size = b.query.dimensions()[2];
   a->slots = b.keys.dimensions()[1];
   a->kv_heads = b.keys.dimensions()[2];
-  a->query = b.query.untyped_data();
-  a->key = b.key.untyped_data();
-  a->value = b.value.untyped_data();
-  a->cos = static_cast<const float*>(b.cos.untyped_data());
-  a->sin = static_cast<const float*>(b.sin.untyped_data());
-  a->query_norm = norm(b.query_norm);
-  a->key_norm = norm(b.key_norm);
-  a->keys = b.keys.untyped_data();
-  a->values = b.values.untyped_data();
-  a->slot = static_cast<const int32_t*>(b.slot.untyped_data());
-  a->position = static_cast<const int32_t*>(b.position.untyped_data());
-  a->positions = static_cast<const int32_t*>(b.positions.untyped_data());
-  a->out = b.out.untyped_data();
   const ffi::Error error = CheckAttendOperands(b, *a, *type);
   return error.failure() ? error : CheckAttendSizes(*a);
 }
 
+// Sets the pointers of an attention to those of its operands and results. `norms`: one for query and key, or null.
+inline void SetPointers(void* const* operands, void* const* results, bool query_norm, bool key_norm,
+                        Attend* a) {
+  const auto floats = [&](int i) { return static_cast<const float*>(operands[i]); };
+  const auto integers = [&](int i) { return static_cast<const int32_t*>(operands[i]); };
+  a->query = operands[0], a->key = operands[1], a->value = operands[2];
+  a->cos = floats(3), a->sin = floats(4);
+  a->query_norm = query_norm ? floats(5) : nullptr;
+  a->key_norm = key_norm ? floats(6) : nullptr;
+  a->keys = operands[7], a->values = operands[8];
+  a->slot = integers(9), a->position = integers(10), a->positions = integers(11);
+  a->out = results[0];
+}
+
 // The cache is updated in place. Results must not overlap other operands, except `out` at exactly the query's address,
-// which LaunchAttend supports. Calls lowered from Python have separate buffers (_backends/cuda_attend.py).
-inline ffi::Error CheckNoOverlap(const AttendBuffers& b) {
-  const Extent out = ExtentOf(b.out), keys = ExtentOf(b.keys), values = ExtentOf(b.values);
-  const Extent query = ExtentOf(b.query);
-  bool overlaps = b.written_keys.untyped_data() != keys.data ||
-                  b.written_values.untyped_data() != values.data || Overlap(keys, values) ||
-                  (out.data != query.data && Overlap(out, query));
-  for (const Extent& cache : {keys, values})
-    overlaps |= Overlap(cache, out) || Overlap(cache, query);
-  for (const ffi::AnyBuffer& read :
-       {b.key, b.value, b.cos, b.sin, b.query_norm, b.key_norm, b.slot, b.position, b.positions}) {
-    for (const Extent& written : {out, keys, values}) overlaps |= Overlap(written, ExtentOf(read));
+// which LaunchAttend supports. Calls lowered from Python have separate buffers (_backends/cuda_attend.py). `results`:
+// the number of the first result among the call's pointers.
+inline ffi::Error CheckNoOverlap(const AttendBuffers& b, int results, Ways* ways) {
+  const auto extent = [](int number, const ffi::AnyBuffer& buffer) {
+    return AddressExtent{{number, 0}, static_cast<int64_t>(buffer.size_bytes())};
+  };
+  const AddressExtent query = extent(0, b.query), keys = extent(7, b.keys);
+  const AddressExtent values = extent(8, b.values), out = extent(results, b.out);
+  bool overlaps = !ways->IsSame({results + 1, 0}, keys.data, true) ||
+                  !ways->IsSame({results + 2, 0}, values.data, true) ||
+                  ways->Overlap(keys, values) ||
+                  (ways->Overlap(out, query) && !ways->IsSame(out.data, query.data));
+  for (const AddressExtent& cache : {keys, values}) {
+    overlaps |= ways->Overlap(cache, out) || ways->Overlap(cache, query);
+  }
+  int number = 0;
+  for (const ffi::AnyBuffer* read :
+       {&b.query, &b.key, &b.value, &b.cos, &b.sin, &b.query_norm, &b.key_norm, &b.keys, &b.values,
+        &b.slot, &b.position, &b.positions}) {
+    const int own = number++;
+    if (own == 0 || own == 7 || own == 8) continue;
+    for (const AddressExtent& written : {out, keys, values}) {
+      overlaps |= ways->Overlap(written, extent(own, *read));
+    }
   }
   if (!overlaps) return ffi::Error::Success();
   return InvalidArgument(

@@ -12,26 +12,10 @@ namespace {
 
 constexpr int64_t kSymbolic = -1;
 
-// Fills fields from numbers; returns the name of the first one whose type lacks its number, or "".
-class Numbers {
- public:
-  explicit Numbers(const int64_t* numbers) : next_(numbers) {}
-
-  template <typename Field>
-  void operator()(const char* name, Field& field) {
-    if (!Set(*next_++, &field) && wrong_.empty()) wrong_ = name;
-  }
-  const std::string& wrong() const { return wrong_; }
-
- private:
-  const int64_t* next_;
-  std::string wrong_;
-};
-
-ffi::Error CheckNumbers(const std::string& what, const std::string& wrong) {
+ffi::Error CheckNumbers(const std::string& what, std::string_view wrong) {
   if (wrong.empty()) return ffi::Error::Success();
   return InvalidArgument(
-      "the " + wrong + " of a " + what +
+      "the " + std::string(wrong) + " of a " + what +
       " is none that this library has; export the program again with this library.");
 }
 
@@ -161,23 +145,19 @@ ffi::Error Attributes::Decode(std::vector<Product>* products, std::vector<Step>*
   products->resize(records.size() / kProductNumbers);
   for (size_t i = 0; i < products->size(); ++i) {
     Product& product = (*products)[i];
-    QuantizedMatmul& p = product.problem;
-    Numbers read(records.begin() + i * kProductNumbers);
-    VisitRecord(p, [&](const char* name, auto& field) { read(name, field); });
-    VisitPlaces(product.places, [&](const char* name, auto& field) { read(name, field); });
-    error = CheckNumbers("product", read.wrong());
+    error = CheckNumbers("product", DecodeProduct(records.begin() + i * kProductNumbers,
+                                                  &product.problem, &product.places));
     if (error.failure()) return error;
-    p.group_size = GroupSize(p.group_size, p.k, p.scale);
-    if (const std::string reason = FieldError(p); !reason.empty()) return InvalidArgument(reason);
+    if (const std::string reason = FieldError(product.problem); !reason.empty()) {
+      return InvalidArgument(reason);
+    }
     error = ReadCodebook(numbers.value_or(ffi::Span<const float>()), &used, &product);
     if (error.failure()) return error;
   }
   steps->resize(of_steps.size() / kStepNumbers);
   for (size_t i = 0; i < steps->size(); ++i) {
-    Numbers read(of_steps.begin() + i * kStepNumbers);
     Step& step = (*steps)[i];
-    VisitStep(step, [&](const char* name, auto& field) { read(name, field); });
-    error = CheckNumbers("step", read.wrong());
+    error = CheckNumbers("step", DecodeStep(of_steps.begin() + i * kStepNumbers, &step));
     if (error.failure()) return error;
     const auto count = static_cast<int64_t>(products->size());
     if (step.kind == StepKind::kAttend || step.kind == StepKind::kNormalize) continue;

@@ -23,6 +23,7 @@
 
 #include "cuda/codebook.h"
 #include "cuda/problem.h"
+#include "cuda/ways.h"
 #include "xla_ffi/buffers.h"
 #include "xla_ffi/record.h"
 
@@ -95,6 +96,12 @@ class Call {
   // The extent of the buffer at a place; empty for place 0.
   Extent ExtentAt(int64_t place) const { return place == 0 ? Extent() : ExtentOf(At(place)); }
   void* DataAt(int64_t place) const { return place == 0 ? nullptr : At(place).untyped_data(); }
+
+  // The number of a place among the pointers of the call: operands, then results.
+  Address AddressAt(int64_t place) const {
+    const int64_t number = place > 0 ? place : static_cast<int64_t>(args_.size()) - place;
+    return place == 0 ? Address() : Address{static_cast<int>(number) - 1, 0};
+  }
 
   ffi::RemainingArgs args() const { return args_; }
   ffi::RemainingRets rets() const { return rets_; }

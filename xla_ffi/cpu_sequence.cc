@@ -2,22 +2,24 @@
 //
 // The CPU handler of a call (call.h): one product with float or quantized activations, or a block (cpu_block.h).
 #include <algorithm>
+#include <cstring>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "cpu/qmm_cpu.h"
 #include "cpu/tuning.h"
 #include "xla_ffi/call.h"
 #include "xla_ffi/cpu_block.h"
-#include "xla_ffi/cpu_overlap.h"
 #include "xla_ffi/cpu_team.h"
 #include "xla_ffi/handlers.h"
+#include "xla_ffi/plan_cache.h"
 
 namespace jaxlowbit {
 namespace {
 
-void RunFloats(ffi::ThreadPool pool, const QuantizedMatmul& p, const Buffers& buffers) {
-  static const CpuClone& clone = *RunnableCpuClones().front();
+void RunFloats(ffi::ThreadPool pool, const CpuClone& clone, const QuantizedMatmul& p,
+               const Buffers& buffers) {
   const auto permuted = AllocateLines(CpuMatmul::PermutedLines(p, clone));
   const CpuMatmul matmul(p, buffers, clone, permuted.get());
   const int64_t threads = UsefulThreads(pool, p.batch * p.m * p.n * p.k);
@@ -83,40 +85,101 @@ ffi::Error CheckProduct(const QuantizedMatmul& p, const CpuClone& clone) {
       "machine.");
 }
 
+// A call of one product, all but its pointers.
+struct CpuPlan {
+  QuantizedMatmul problem;
+  Addresses buffers;
+  std::vector<float> codebook;
+  bool redirected = false;  // the result overlaps an operand
+  int64_t out_bytes = 0;
+};
+
+PlanCache<CpuPlan>& plans = *new PlanCache<CpuPlan>(4096);
+
+// Checks a call of one product and plans it.
+ffi::Error Plan(const Call& call, Ways* ways, CpuPlan* plan) {
+  if (call.operands.size() != 1) {
+    return InvalidArgument("a call of the CPU has one product, or a block.");
+  }
+  const auto& [p, buffers] = call.operands[0];
+  const Epilogue& e = p.epilogue;
+  if (buffers.bias != nullptr || buffers.residual != nullptr || e.gated ||
+      e.activation != Activation::kNone) {
+    return InvalidArgument("the CPU kernels have no epilogue; it runs as plain XLA.");
+  }
+  plan->problem = p;
+#define JAXLOWBIT_PLACE(name) plan->buffers.name = call.AddressAt(call.products[0].places.name);
+#include "xla_ffi/call.def"
+  if (p.codebook != Codebook::kNone) {
+    plan->codebook.assign(buffers.codebook, buffers.codebook + (size_t{1} << p.bits));
+    plan->buffers.codebook = plan->codebook.data();
+  }
+  const AddressExtent out = OutExtent(p, plan->buffers);
+  plan->out_bytes = out.bytes;
+  // XLA may let the result overlap operands, but tasks read operands until the last task ends.
+  for (const AddressExtent& operand : OperandExtents(p, plan->buffers, false)) {
+    plan->redirected |= ways->Overlap(out, operand);
+  }
+  return ffi::Error::Success();
+}
+
+void Run(ffi::ThreadPool pool, const CpuPlan& plan, void* const* pointers) {
+  static const CpuClone& clone = *RunnableCpuClones().front();
+  const QuantizedMatmul& p = plan.problem;
+  if (p.batch == 0 || p.m == 0) return;
+  Buffers buffers = BuffersAt(plan.buffers, pointers);
+  void* const out = buffers.out;
+  std::vector<char> own(plan.redirected ? plan.out_bytes : 0);
+  if (plan.redirected) buffers.out = own.data();
+  if (Is8Bit(p.lhs)) {
+    RunIntegers(pool, clone, p, buffers);
+  } else {
+    RunFloats(pool, clone, p, buffers);
+  }
+  if (plan.redirected) std::memcpy(out, own.data(), own.size());
+}
+
+// Runs a call without a plan, which is kept if the call has one product.
+ffi::Error RunUnplanned(ffi::ThreadPool pool, const CallKey& key, Call call) {
+  static const CpuClone& clone = *RunnableCpuClones().front();
+  ffi::Error error = call.Decode();
+  for (const Operands& product : call.operands) {
+    if (error.success()) error = CheckProduct(product.problem, clone);
+  }
+  if (error.failure()) return error;
+  if (call.steps.size() > 1) return RunCpuBlock(pool, call);
+  const auto plan = std::make_shared<CpuPlan>();
+  Ways ways(key.pointers.data());
+  error = Plan(call, &ways, plan.get());
+  if (error.failure()) return error;
+  plans.Keep(key, ways.questions(), false, plan);
+  Run(pool, *plan, key.pointers.data());
+  return error;
+}
+
 ffi::Error Execute(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                   ffi::Dictionary dictionary) {
-  Call call(args, rets, dictionary);
-  return Guard(call.attributes.caller(), [&] {
-    static const CpuClone& clone = *RunnableCpuClones().front();
-    ffi::Error error = call.Decode();
-    for (const Operands& product : call.operands) {
-      if (error.success()) error = CheckProduct(product.problem, clone);
+                   RawAttributes attributes) {
+  thread_local CallKey key;
+  try {
+    key.Read(args, rets, attributes);
+    if (const CpuPlan* plan = plans.Find(key); plan != nullptr) {
+      Run(pool, *plan, key.pointers.data());
+      return ffi::Error::Success();
     }
-    if (error.failure()) return error;
-    if (call.steps.size() > 1) return RunCpuBlock(pool, call);
-    if (call.operands.size() != 1)
-      return InvalidArgument("a call of the CPU has one product, or a block.");
-    const auto& [p, buffers] = call.operands[0];
-    const Epilogue& e = p.epilogue;
-    if (buffers.bias != nullptr || buffers.residual != nullptr || e.gated ||
-        e.activation != Activation::kNone) {
-      return InvalidArgument("the CPU kernels have no epilogue; it runs as plain XLA.");
-    }
-    if (p.batch == 0 || p.m == 0) return error;
-    RunWithoutOverlap(p, buffers, [&, &p = p](const Buffers& separate) {
-      if (Is8Bit(p.lhs)) {
-        RunIntegers(pool, clone, p, separate);
-      } else {
-        RunFloats(pool, p, separate);
-      }
-    });
-    return error;
-  });
+    const Call call(args, rets, ffi::Dictionary(attributes.attrs));
+    const ffi::Error error = RunUnplanned(pool, key, call);
+    return error.success() ? error : Named(call.attributes.caller(), error);
+  } catch (...) {
+    return Thrown(Attributes(ffi::Dictionary(attributes.attrs)).caller());
+  }
 }
 
 }  // namespace
 }  // namespace jaxlowbit
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    JaxlowbitCpuExecute, jaxlowbit::Execute,
-    xla::ffi::Ffi::Bind().Ctx<xla::ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxlowbitCpuExecute, jaxlowbit::Execute,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attrs<jaxlowbit::RawAttributes>());

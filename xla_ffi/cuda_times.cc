@@ -12,7 +12,7 @@
 #include "cuda/select/select.h"
 #include "cuda/timing.h"
 #include "xla_ffi/call.h"
-#include "xla_ffi/cuda_enqueue.h"
+#include "xla_ffi/cuda_error.h"
 #include "xla_ffi/handlers.h"
 
 namespace jaxlowbit {
@@ -49,23 +49,24 @@ ffi::Error ExecuteTimes(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remai
   return Guard(call.attributes.caller(), [&] {
     const auto calls = call.attributes.Get<int64_t>("calls");
     const auto choices = call.attributes.Get<ffi::Span<const int64_t>>("choices");
-    Place place(Stage::kExecute);
+    int ordinal = 0;
+    Target target;
     ffi::Error error = call.Decode();
     if (error.success() && (call.products.size() != 1 || rets.size() != 3)) {
       error = InvalidArgument("what is timed is one product with 3 results.");
     }
-    if (error.success()) error = place.Find(stream);
     if (error.failure()) return error;
+    const cudaError_t status = FindTarget(stream, false, &ordinal, &target);
+    if (status != cudaSuccess) return TargetError(status, ordinal);
     const Operands& operands = call.operands[0];
     auto microseconds = rets.get<ffi::Buffer<ffi::F32>>(1);
     auto workspace = rets.get<ffi::Buffer<ffi::U8>>(2);
     if (microseconds.has_error()) return microseconds.error();
     if (workspace.has_error()) return workspace.error();
     ffi::Buffer<ffi::F32> results = **microseconds;
-    const Workspace room = {(**workspace).untyped_data(),
-                            static_cast<int64_t>((**workspace).element_count())};
+    const auto workspace_bytes = static_cast<int64_t>((**workspace).element_count());
     QuantizedMatmul problem = operands.problem;
-    std::vector<Buffers> buffers = CallsOf(operands, room.data);
+    std::vector<Buffers> buffers = CallsOf(operands, (**workspace).untyped_data());
     if (calls < 1 || calls > static_cast<int64_t>(buffers.size())) {
       return InvalidArgument("calls is " + std::to_string(calls) + " but must be from 1 to the " +
                              std::to_string(buffers.size()) + " matrices of packed.");
@@ -87,15 +88,15 @@ ffi::Error ExecuteTimes(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remai
         return InvalidArgument("what is timed must begin at multiples of 16 bytes.");
     }
     for (const Choice& choice : decoded) {
-      const Support support = Supports(choice, problem, DeviceInfo(place.device), room.bytes);
+      const Support support = Supports(choice, problem, *target.device, workspace_bytes);
       if (!support) return InvalidArgument("a choice cannot be timed: " + support.reason + ".");
     }
     std::vector<float> times;
-    const std::string what = "timing " + Describe(problem, place.device);
+    const std::string what = "timing " + Describe(problem, ordinal);
     // Earlier kernels in the stream write the operands.
     error = ToError(cudaStreamSynchronize(stream), what);
     if (error.failure()) return error;
-    error = ToError(TimeChoices(problem, buffers, decoded, place.device, &times), what);
+    error = ToError(TimeChoices(problem, buffers, decoded, ordinal, &times), what);
     if (error.failure()) return error;
     error = ToError(cudaMemcpyAsync(results.typed_data(), times.data(),
                                     times.size() * sizeof(float), cudaMemcpyHostToDevice, stream),
@@ -108,8 +109,10 @@ ffi::Error ExecuteTimes(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remai
 // Execute loads the kernels that it times.
 ffi::Error InitializeTimes(cudaStream_t stream) {
   return Guard("jaxlowbit.tune", [&] {
-    Place place(Stage::kInitialize);
-    return place.Find(stream);
+    int ordinal = 0;
+    Target target;
+    const cudaError_t status = FindTarget(stream, true, &ordinal, &target);
+    return status == cudaSuccess ? ffi::Error::Success() : TargetError(status, ordinal);
   });
 }
 

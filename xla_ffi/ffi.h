@@ -17,4 +17,17 @@ namespace jaxlowbit {
 
 namespace ffi = ::xla::ffi;
 
+// All attributes of a call, as XLA's C struct. ffi::Dictionary decodes them, but does not show their bytes.
+struct RawAttributes {
+  const XLA_FFI_Attrs* attrs;
+};
+
 }  // namespace jaxlowbit
+
+template <>
+struct xla::ffi::AttrDecoding<jaxlowbit::RawAttributes> {
+  using Type = jaxlowbit::RawAttributes;
+  static std::optional<Type> Decode(XLA_FFI_AttrType, void* attrs, DiagnosticEngine&) {
+    return Type{static_cast<const XLA_FFI_Attrs*>(attrs)};
+  }
+};

@@ -144,13 +144,12 @@ Kernel FindKernel(const std::string& name) {
   return static_cast<Kernel>(found - std::begin(kKernelNames));
 }
 
-// Decodes a product (record.h).
 QuantizedMatmul ProductOf(const std::vector<int64_t>& numbers) {
   if (numbers.size() != kProductNumbers) throw std::invalid_argument("not a product");
   QuantizedMatmul problem;
-  const int64_t* next = numbers.data();
-  VisitRecord(problem, [&](const char*, auto& field) { Set(*next++, &field); });
-  problem.group_size = GroupSize(problem.group_size, problem.k, problem.scale);
+  Places places;
+  const std::string_view wrong = DecodeProduct(numbers.data(), &problem, &places);
+  if (!wrong.empty()) throw std::invalid_argument(std::string(wrong) + " is none of its type");
   return problem;
 }
 
@@ -168,6 +167,7 @@ std::string Unsupported(const std::vector<int64_t>& product, int compute_capabil
 std::string CompiledFor(const std::vector<int64_t>& product) {
   const QuantizedMatmul problem = ProductOf(product);
   if (Is8Bit(problem.lhs)) return "8-bit activations";
+  if (problem.is_ragged()) return "rows in groups";
   if (problem.codebook != Codebook::kNone) return "codebooks";
   if (Is8Bit(problem.scale)) return "8-bit scales";
   if (!IsPrebuiltFormat(Family::kSm80, problem)) return std::to_string(problem.bits) + " bits";
@@ -307,6 +307,8 @@ NB_MODULE(_ffi, module) {
 #if defined(JAXLOWBIT_WITH_CUDA)
   jaxlowbit::BindJit(module);
   module.def("can_exchange", &jaxlowbit::CanExchange, nb::arg("devices"));
+  module.def("take_exchange_failure", &jaxlowbit::TakeExchangeFailure,
+             nb::call_guard<nb::gil_scoped_release>());
   module.def("execute_count", &jaxlowbit::CudaExecuteCount);
 #endif
   jaxlowbit::BindRecords(module);

@@ -55,6 +55,15 @@ inline constexpr size_t kStepNumbers = [] {
   return count;
 }();
 
+// Fills fields from numbers; `wrong`: the name of the first one whose type lacks its number, or "".
+struct NumberReader {
+  const int64_t* next;
+  std::string_view wrong = "";
+
+  template <typename Field>
+  constexpr void operator()(const char* name, Field& field);
+};
+
 struct Names {
   const char* const* begin;
   int count;
@@ -83,6 +92,27 @@ constexpr bool Set(int64_t number, Field* field) {
   }
   *field = static_cast<Field>(number);
   return first <= number && number <= last;
+}
+
+template <typename Field>
+constexpr void NumberReader::operator()(const char* name, Field& field) {
+  if (!Set(*next++, &field) && wrong.empty()) wrong = name;
+}
+
+// Decodes a product, and the places of its buffers. Returns NumberReader::wrong.
+inline std::string_view DecodeProduct(const int64_t* numbers, QuantizedMatmul* problem,
+                                      Places* places) {
+  NumberReader read = {numbers};
+  VisitRecord(*problem, [&](const char* name, auto& field) { read(name, field); });
+  VisitPlaces(*places, [&](const char* name, auto& field) { read(name, field); });
+  problem->group_size = GroupSize(problem->group_size, problem->k, problem->scale);
+  return read.wrong;
+}
+
+inline std::string_view DecodeStep(const int64_t* numbers, Step* step) {
+  NumberReader read = {numbers};
+  VisitStep(*step, [&](const char* name, auto& field) { read(name, field); });
+  return read.wrong;
 }
 
 // Hash of the names and types of all fields, in order, and of the enum values. Programs with another hash come from

@@ -266,6 +266,9 @@ __device__ double Exact(Activation activation, double x) {
       return x / (1 + exp(-sqrt(8 / 3.14159265358979324) * (x + 0.044715 * x * x * x)));
     case Activation::kRelu:
       return fmax(x, 0.0);
+    case Activation::kGptOss:
+      x = fmin(x, static_cast<double>(kGptOssLimit));
+      return x / (1 + exp(-1.702 * x));
   }
   return x;
 }
@@ -297,7 +300,11 @@ __global__ void CompareKernel(QuantizedMatmul p, Buffers b, const float* numbers
     result.value = Exact(e.activation, result.value);
   }
   if (e.gated) {
-    const Bounded up = Sum(p, b, numbers, half_steps, row, column, 2 * batch + 1);
+    Bounded up = Sum(p, b, numbers, half_steps, row, column, 2 * batch + 1);
+    if (e.activation == Activation::kGptOss) {
+      const double limit = kGptOssLimit;
+      up.value = fmin(fmax(up.value, -limit), limit) + 1;
+    }
     result.bound = fabs(result.value) * up.bound + fabs(up.value) * result.bound +
                    up.bound * result.bound + 0x1p-24 * fabs(result.value * up.value);
     result.value *= up.value;

@@ -10,6 +10,7 @@
 //                           (none, table, e2m1, e4m3, e5m2), LHS (int8, e4m3): only these
 //   driver placed           times products with overlapping or unaligned buffers
 //   driver attend [STRIDE]  checks and times attention; with STRIDE, only checks every STRIDE-th case
+//   driver exchange [GPUS]  checks and times the addition of rows over 2 up to GPUS (all) GPUs
 //   driver sweep            checks real layer shapes with every m of the sweep
 //   driver time [options]   checks a sample of the result, then prints microseconds per call with cold
 //                           weights, in a CUDA graph:
@@ -49,11 +50,13 @@
 #include "cuda/check/placed_problem.h"
 #include "cuda/check/time_attend.h"
 #include "cuda/check/time_choices.h"
+#include "cuda/check/time_exchange.h"
 #include "cuda/jit/compiler.h"
 #include "cuda/kernels/instance_key.h"
 #include "cuda/kernels/loaded.h"
 #include "cuda/kernels/sm90/plan.h"
 #include "cuda/launch.h"
+#include "cuda/ops/exchange.h"
 #include "cuda/select/select.h"
 #include "cuda/timing.h"
 
@@ -131,8 +134,8 @@ bool IsCorrectPlaced(const QuantizedMatmul& problem, const DeviceProblem& data, 
   const PlacedProblem placed(problem, data.buffers(0), Places::Of(turn));
   data.Poison();
   placed.Restore();
-  Check(LaunchProducts({{problem, placed.buffers()}}, data.workspace_bytes(), 0, nullptr),
-        "LaunchProducts");
+  Check(LaunchProduct({problem, placed.buffers()}, data.workspace_bytes(), 0, nullptr),
+        "LaunchProduct");
   placed.CopyResult();
   return IsWithin("placed " + std::to_string(turn), problem, data);
 }
@@ -598,7 +601,8 @@ TimeOptions Parse(int argc, char** argv) {
 
 int Main(int argc, char** argv) {
   const std::string command = argc > 1 ? argv[1] : "";
-  const char* const commands[] = {"check", "sweep", "time", "choices", "placed", "attend"};
+  const char* const commands[] = {"check",  "sweep",  "time",    "choices",
+                                  "placed", "attend", "exchange"};
   if (std::find(std::begin(commands), std::end(commands), command) == std::end(commands)) {
     Usage("no command");
   }
@@ -611,6 +615,13 @@ int Main(int argc, char** argv) {
     const auto [correct, wrong] = CheckAttend(argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1);
     std::printf("%d passed, %d failed\n", correct, wrong);
     if (argc == 2) TimeAttend();
+    return wrong == 0 ? 0 : 1;
+  }
+  if (command == "exchange") {
+    const int most = argc > 2 ? std::atoi(argv[2]) : kMaxExchangeParts;
+    const auto [correct, wrong] = CheckExchange(most);
+    std::printf("%d passed, %d failed\n", correct, wrong);
+    if (wrong == 0) TimeExchange(most);
     return wrong == 0 ? 0 : 1;
   }
   if (command == "time") {

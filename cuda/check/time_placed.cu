@@ -25,8 +25,8 @@ double Time(const QuantizedMatmul& problem,
   const auto enqueue = [&](cudaStream_t stream) {
     for (int round = 0; round < kRounds; ++round) {
       for (const auto& call : calls) {
-        Check(LaunchProducts({{problem, call->buffers()}}, workspace_bytes, 0, stream),
-              "LaunchProducts");
+        Check(LaunchProduct({problem, call->buffers()}, workspace_bytes, 0, stream),
+              "LaunchProduct");
       }
     }
   };

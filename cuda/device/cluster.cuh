@@ -35,6 +35,14 @@ __device__ inline void ReleaseToCluster() {
   asm volatile("barrier.cluster.arrive.release.aligned;\n" ::: "memory");
 }
 
+// Stores a value in shared memory of another CTA, at the place of `shared`, for its threads after the next release and
+// wait. All CTAs must have started.
+__device__ inline void StoreToRank(const float* shared, int rank, float value) {
+  const auto own = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile("st.shared::cluster.f32 [%0], %1;\n" ::"r"(MapToRank(own, rank)), "f"(value)
+               : "memory");
+}
+
 // Starts storing 16 bytes in another CTA, whose `barrier` counts them (both addresses by MapToRank).
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-st-async
 __device__ inline void StoreRemote(uint32_t shared, const float (&values)[4], uint32_t barrier) {

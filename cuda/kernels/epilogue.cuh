@@ -102,7 +102,13 @@ __device__ inline float Gelu(float x) {
 
 __device__ inline float Relu(float x) { return x < 0.0f ? 0.0f : x; }
 
-// Activations of jax.nn; NaN stays NaN. Takes several values, so that their instructions overlap inside one branch.
+inline constexpr SigmoidForm kGptOssForm = {-1.702f * 1.44269504f, 0.0f};
+
+__device__ inline float GptOssUp(float up) {
+  return (up > kGptOssLimit ? kGptOssLimit : up < -kGptOssLimit ? -kGptOssLimit : up) + 1.0f;
+}
+
+// Activations of jax.nn, and of gpt-oss; NaN stays NaN. Takes several values, so that their instructions overlap inside one branch.
 template <int kCount>
 __device__ void Activate(Activation activation, float (&x)[kCount]) {
   const auto each = [&](auto function) {
@@ -121,6 +127,8 @@ __device__ void Activate(Activation activation, float (&x)[kCount]) {
       return each([](float y) { return Gelu(y); });
     case Activation::kRelu:
       return each([](float y) { return Relu(y); });
+    case Activation::kGptOss:
+      return each([](float y) { return TimesSigmoid(kGptOssForm, y > kGptOssLimit ? kGptOssLimit : y); });
   }
 }
 
@@ -131,7 +139,7 @@ __device__ void Finish(const EpilogueParams& e, const float (&up)[kCount],
   Activate(e.activation, values);
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    if (e.gated) values[i] *= up[i];
+    if (e.gated) values[i] *= e.activation == Activation::kGptOss ? GptOssUp(up[i]) : up[i];
     values[i] += residual[i];
   }
 }

@@ -15,30 +15,28 @@
 
 namespace jaxlowbit {
 
-inline EpilogueParams EpilogueOf(const QuantizedMatmul& problem, const Buffers& buffers) {
+// Here and below: all but the pointers. `B`: Buffers or Addresses.
+template <typename B>
+EpilogueParams EpilogueOf(const QuantizedMatmul& problem, const B& buffers) {
   const Epilogue& e = problem.epilogue;
   const bool any = e.gated || e.activation != Activation::kNone || buffers.bias != nullptr ||
                    buffers.residual != nullptr || e.units > 0;
-  return {buffers.bias,
-          buffers.residual,
-          e.bias == ElementType::kF32,
-          e.residual == ElementType::kF32,
-          e.activation,
-          e.gated,
-          any};
+  return {nullptr,      nullptr, e.bias == ElementType::kF32, e.residual == ElementType::kF32,
+          e.activation, e.gated, any};
 }
 
-inline UnitParams UnitsOf(const QuantizedMatmul& problem, const Buffers& buffers) {
-  return {buffers.unit, buffers.index, problem.num_weights, problem.epilogue.units};
+inline UnitParams UnitsOf(const QuantizedMatmul& problem) {
+  return {nullptr, nullptr, problem.num_weights, problem.epilogue.units};
 }
 
-inline RaggedParams RaggedOf(const QuantizedMatmul& problem, const Buffers& buffers) {
-  return {buffers.group_sizes, buffers.group_offset, static_cast<int>(problem.groups_of_rows),
+inline RaggedParams RaggedOf(const QuantizedMatmul& problem) {
+  return {nullptr, nullptr, static_cast<int>(problem.groups_of_rows),
           static_cast<int>(problem.experts()), static_cast<int>(problem.m)};
 }
 
 // Entries of a table codebook, repeated to fill the lanes of a warp; unspecified for other codebooks.
-inline TableParams TableOf(const QuantizedMatmul& problem, const Buffers& buffers) {
+template <typename B>
+TableParams TableOf(const QuantizedMatmul& problem, const B& buffers) {
   TableParams table = {};
   if (problem.codebook != Codebook::kTable) return table;
   for (size_t i = 0; i < std::size(table.numbers); ++i) {

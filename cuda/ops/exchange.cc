@@ -7,16 +7,34 @@
 #include <mutex>
 #include <utility>
 
-#include "cuda/limits.h"
-
 namespace jaxlowbit {
 namespace {
 
-// Buffers by rank. Never freed: captured graphs contain the addresses.
-struct Memory {
+// The memory of a group for rows of one length, by rank. Never freed: captured graphs contain the addresses.
+struct Group {
+  int row_pieces = 0;
+  int64_t inbox_bytes = 0;
+  std::vector<ExchangeState*> states;
   std::vector<uint4*> inboxes;
-  std::vector<uint32_t*> rounds;
+  uint32_t* failure = nullptr;
 };
+
+// Devices and columns.
+using Key = std::pair<std::vector<int>, int64_t>;
+
+std::mutex
+    lookup;  // of `groups`; held briefly, since kernels that wait for a peer need launches of that peer
+std::mutex allocation;  // held by a thread that adds a group
+std::map<Key, Group>& Groups() {
+  static auto* groups = new std::map<Key, Group>;
+  return *groups;
+}
+
+const Group* Find(const Key& key) {
+  const std::lock_guard lock(lookup);
+  const auto found = Groups().find(key);
+  return found == Groups().end() ? nullptr : &found->second;
+}
 
 cudaError_t EnablePeers(const std::vector<int>& devices) {
   for (int peer : devices) {
@@ -32,31 +50,83 @@ cudaError_t EnablePeers(const std::vector<int>& devices) {
   return cudaSuccess;
 }
 
-// Zeros mean "nothing received", since rounds start at 1.
-cudaError_t AllocateZeros(int64_t bytes, void** memory) {
-  const cudaError_t error = cudaMalloc(memory, bytes);
-  return error == cudaSuccess ? cudaMemset(*memory, 0, bytes) : error;
+// Empties the memory of one rank: all bits of an inbox are 1 (exchange.cuh). Uses a stream of its own, since other
+// streams may contain kernels that wait for a peer.
+cudaError_t Empty(const Group& group, size_t rank) {
+  cudaStream_t stream = nullptr;
+  cudaError_t error = cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
+  if (error != cudaSuccess) return error;
+  error = cudaMemsetAsync(group.inboxes[rank], 0xff, group.inbox_bytes, stream);
+  if (error == cudaSuccess) {
+    error = cudaMemsetAsync(group.states[rank], 0, sizeof(ExchangeState), stream);
+  }
+  if (error == cudaSuccess) error = cudaStreamSynchronize(stream);
+  const cudaError_t destroyed = cudaStreamDestroy(stream);
+  return error == cudaSuccess ? destroyed : error;
 }
 
-cudaError_t Allocate(const std::vector<int>& devices, int64_t columns, Memory* memory) {
-  const auto parts = static_cast<int64_t>(devices.size());
-  const int64_t inbox_bytes = 2 * kMaxExchangeRows * parts * columns * int64_t{sizeof(uint64_t)};
+cudaError_t AllocateOn(int device, const std::vector<int>& devices, Group* group) {
+  void *state = nullptr, *inbox = nullptr;
+  cudaError_t error = cudaSetDevice(device);
+  if (error == cudaSuccess) error = EnablePeers(devices);
+  if (error == cudaSuccess) error = cudaMalloc(&state, sizeof(ExchangeState));
+  if (error == cudaSuccess) error = cudaMalloc(&inbox, group->inbox_bytes);
+  group->states.push_back(static_cast<ExchangeState*>(state));
+  group->inboxes.push_back(static_cast<uint4*>(inbox));
+  return error == cudaSuccess ? Empty(*group, group->states.size() - 1) : error;
+}
+
+cudaError_t Allocate(const Key& key, Group* group) {
+  const auto& [devices, columns] = key;
+  constexpr int64_t kWarpColumns = 256, kWarpPieces = 64;
+  group->row_pieces = static_cast<int>(CeilDiv(columns, kWarpColumns) * kWarpPieces);
+  group->inbox_bytes = 2 * kMaxExchangeRows * static_cast<int64_t>(devices.size()) *
+                       group->row_pieces * int64_t{sizeof(uint4)};
   int current = 0;
   cudaError_t error = cudaGetDevice(&current);
-  for (int device : devices) {
-    void *inbox = nullptr, *rounds = nullptr;
+  void* failure = nullptr;
+  if (error == cudaSuccess) {
+    error = cudaHostAlloc(&failure, sizeof(uint32_t), cudaHostAllocPortable | cudaHostAllocMapped);
+  }
+  group->failure = static_cast<uint32_t*>(failure);
+  if (error == cudaSuccess) *group->failure = 0;
+  for (size_t i = 0; error == cudaSuccess && i < devices.size(); ++i) {
+    error = AllocateOn(devices[i], devices, group);
+  }
+  if (error != cudaSuccess) {
+    for (ExchangeState* state : group->states) cudaFree(state);
+    for (uint4* inbox : group->inboxes) cudaFree(inbox);
+    cudaFreeHost(group->failure);
+  }
+  const cudaError_t restored = cudaSetDevice(current);
+  return error == cudaSuccess ? restored : error;
+}
+
+uint32_t FailureOf(const Group& group) {
+  return *static_cast<volatile const uint32_t*>(group.failure);
+}
+
+std::string Describe(const std::vector<int>& devices, const FailedWait& failed) {
+  const auto number = [&](int rank) { return std::to_string(devices.at(rank)); };
+  return "CUDA device " + number(failed.rank) + " waited in vain for rows of device " +
+         number(failed.from) + ", so all " + std::to_string(devices.size()) +
+         " devices of the model stopped and their results are NaN; look for an error of device " +
+         number(failed.from) + ", then run the program again.";
+}
+
+// Empties the memory of all ranks when their devices are idle.
+cudaError_t Reset(const Key& key, const Group& group) {
+  int current = 0;
+  cudaError_t error = cudaGetDevice(&current);
+  for (int device : key.first) {
     if (error == cudaSuccess) error = cudaSetDevice(device);
-    if (error == cudaSuccess) error = EnablePeers(devices);
-    if (error == cudaSuccess) error = AllocateZeros(inbox_bytes, &inbox);
-    if (error == cudaSuccess) error = AllocateZeros(kMaxExchangeRows * sizeof(uint32_t), &rounds);
     if (error == cudaSuccess) error = cudaDeviceSynchronize();
-    memory->inboxes.push_back(static_cast<uint4*>(inbox));
-    memory->rounds.push_back(static_cast<uint32_t*>(rounds));
   }
-  for (size_t i = 0; error != cudaSuccess && i < memory->inboxes.size(); ++i) {
-    cudaFree(memory->inboxes[i]);
-    cudaFree(memory->rounds[i]);
+  for (size_t i = 0; i < key.first.size(); ++i) {
+    if (error == cudaSuccess) error = cudaSetDevice(key.first[i]);
+    if (error == cudaSuccess) error = Empty(group, i);
   }
+  if (error == cudaSuccess) *group.failure = 0;
   const cudaError_t restored = cudaSetDevice(current);
   return error == cudaSuccess ? restored : error;
 }
@@ -76,24 +146,59 @@ bool CanExchange(const std::vector<int>& devices) {
 
 cudaError_t FindExchange(const std::vector<int>& devices, int device, int64_t columns,
                          Exchange* exchange) {
-  static std::mutex mutex;
-  static std::map<std::pair<std::vector<int>, int64_t>, Memory> groups;
   const auto own = std::find(devices.begin(), devices.end(), device);
   if (own == devices.end() || devices.size() > kMaxExchangeParts) return cudaErrorInvalidDevice;
-  const std::lock_guard lock(mutex);
-  auto found = groups.find({devices, columns});
-  if (found == groups.end()) {
-    Memory memory;
-    const cudaError_t error = Allocate(devices, columns, &memory);
-    if (error != cudaSuccess) return error;
-    found = groups.emplace(std::pair{devices, columns}, std::move(memory)).first;
+  const Key key = {devices, columns};
+  const Group* group = Find(key);
+  if (group == nullptr) {
+    const std::lock_guard adding(allocation);
+    group = Find(key);
+    if (group == nullptr) {
+      Group added;
+      const cudaError_t error = Allocate(key, &added);
+      if (error != cudaSuccess) return error;
+      const std::lock_guard lock(lookup);
+      group = &Groups().emplace(key, std::move(added)).first->second;
+    }
   }
   exchange->parts = static_cast<int>(devices.size());
   exchange->rank = static_cast<int>(own - devices.begin());
-  exchange->columns = columns;
-  std::copy(found->second.inboxes.begin(), found->second.inboxes.end(), exchange->inboxes);
-  exchange->rounds = found->second.rounds[exchange->rank];
+  exchange->row_pieces = group->row_pieces;
+  std::copy(group->states.begin(), group->states.end(), exchange->states);
+  std::copy(group->inboxes.begin(), group->inboxes.end(), exchange->inboxes);
+  exchange->failure = group->failure;
   return cudaSuccess;
+}
+
+std::string ExchangeFailure() {
+  const std::lock_guard lock(lookup);
+  for (const auto& [key, group] : Groups()) {
+    if (const uint32_t number = FailureOf(group); number != 0) {
+      return Describe(key.first, FailedWait::Of(number));
+    }
+  }
+  return "";
+}
+
+std::string TakeExchangeFailure() {
+  std::string failure = ExchangeFailure();
+  if (failure.empty()) return failure;
+  const std::lock_guard adding(allocation);
+  std::vector<std::pair<Key, Group>> failed;
+  {
+    const std::lock_guard lock(lookup);
+    for (const auto& [key, group] : Groups()) {
+      if (FailureOf(group) != 0) failed.emplace_back(key, group);
+    }
+  }
+  for (const auto& [key, group] : failed) {
+    const cudaError_t error = Reset(key, group);
+    if (error == cudaSuccess) continue;
+    cudaGetLastError();
+    return failure + " Making the devices ready again failed with " + cudaGetErrorString(error) +
+           "; restart the process.";
+  }
+  return failure;
 }
 
 }  // namespace jaxlowbit

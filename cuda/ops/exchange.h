@@ -7,19 +7,41 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <string>
 #include <vector>
+
+#include "cuda/device/host_device.h"
+#include "cuda/limits.h"
 
 namespace jaxlowbit {
 
-inline constexpr int kMaxExchangeParts = 8;  // devices of a group
+inline constexpr int kMaxExchangeParts = 8;   // devices of a group
+inline constexpr int kMaxExchangeWarps = 32;  // that share a row
 
-// The exchange memory, as seen by one device.
+// Counters of one device of a group, in its memory.
+struct ExchangeState {
+  uint32_t stopped;  // not 0: a device of the group gave up waiting, and nobody waits any more
+  uint32_t rounds[kMaxExchangeRows][kMaxExchangeWarps];  // exchanges so far, by row and warp
+};
+
+// The exchange memory, as seen by one device. Arrays are by rank.
 struct Exchange {
-  int parts = 1;  // devices of the group
-  int rank = 0;   // of this device in the group
-  int64_t columns = 0;
-  uint4* inboxes[kMaxExchangeParts] = {};  // of all devices, by rank
-  uint32_t* rounds = nullptr;              // number of exchanges per row, in this device's memory
+  int parts = 1;               // devices of the group
+  int rank = 0;                // of this device in the group
+  int row_pieces = 0;          // 16-byte pieces of a row in an inbox
+  uint32_t patience = 20'000;  // in 2^20 nanoseconds: how long a kernel waits for a row
+  ExchangeState* states[kMaxExchangeParts] = {};
+  uint4* inboxes[kMaxExchangeParts] = {};
+  uint32_t* failure = nullptr;  // host memory: FailedWait of the wait that gave up, or 0
+};
+
+// The wait of `rank` for a row of `from`, as a number that is not 0.
+struct FailedWait {
+  int rank, from;
+  JAXLOWBIT_HOST_DEVICE uint32_t Number() const { return 1u << 16 | rank << 8 | from; }
+  static FailedWait Of(uint32_t number) {
+    return {static_cast<int>(number >> 8 & 0xff), static_cast<int>(number & 0xff)};
+  }
 };
 
 // Whether all devices (CUDA ordinals) can write to each other's memory.
@@ -29,5 +51,11 @@ bool CanExchange(const std::vector<int>& devices);
 // allocates it on all devices, so it must not run during stream capture. Never freed.
 cudaError_t FindExchange(const std::vector<int>& devices, int device, int64_t columns,
                          Exchange* exchange);
+
+// A sentence about the devices of a group that gave up waiting for each other, or an empty string.
+std::string ExchangeFailure();
+
+// Returns ExchangeFailure() and makes the groups ready again: waits until their devices are idle, then empties inboxes.
+std::string TakeExchangeFailure();
 
 }  // namespace jaxlowbit

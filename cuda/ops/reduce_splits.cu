@@ -68,10 +68,16 @@ cudaError_t Launch(const QuantizedMatmul& problem, const Buffers& buffers, int s
   const int64_t n_padded = CeilDiv(problem.out_columns(), kAtom) * kAtom;
   const LaunchConfig launch(CeilDiv(rows * n_padded, kThreads), kThreads, 0, stream,
                             device.compute_capability >= 90);
-  return cudaLaunchKernelEx(
-      &launch.config, ReduceSplitsKernel<T, Out>, static_cast<const float*>(buffers.workspace),
-      static_cast<Out*>(buffers.out), rows, problem.m, problem.out_columns(), n_padded, split_k,
-      EpilogueOf(problem, buffers), UnitsOf(problem, buffers));
+  EpilogueParams epilogue = EpilogueOf(problem, buffers);
+  epilogue.bias = buffers.bias;
+  epilogue.residual = buffers.residual;
+  UnitParams units = UnitsOf(problem);
+  units.data = buffers.unit;
+  units.index = buffers.index;
+  return cudaLaunchKernelEx(&launch.config, ReduceSplitsKernel<T, Out>,
+                            static_cast<const float*>(buffers.workspace),
+                            static_cast<Out*>(buffers.out), rows, problem.m, problem.out_columns(),
+                            n_padded, split_k, epilogue, units);
 }
 
 }  // namespace

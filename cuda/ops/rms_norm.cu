@@ -4,13 +4,16 @@
 // transformer block. With several devices, the addend is a partial sum and is all-reduced first (exchange.cuh).
 //
 // Bound: latency of one row, from the end of the previous kernel to the start of the next product, which loads its
-// weights meanwhile. So a CTA keeps one row in registers and loads scales before the PDL wait.
+// weights meanwhile. So a CTA keeps one row in registers and loads scales before the PDL wait. A row that is exchanged
+// is spread over the CTAs of a cluster, since a single SM sends it too slowly; the order of its sum of squares is the
+// same.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <algorithm>
 
+#include "cuda/device/cluster.cuh"
 #include "cuda/device/pdl.cuh"
 #include "cuda/extents.h"
 #include "cuda/kernels/launch_config.h"
@@ -74,26 +77,66 @@ __device__ float SumOfBlock(float value) {
   return value;
 }
 
+// The threads that share a row: of a cluster, or of one CTA.
+struct Team {
+  int row, rank, ctas;  // of this CTA in the cluster
+  __device__ int thread() const { return rank * static_cast<int>(blockDim.x) + threadIdx.x; }
+  __device__ int threads() const { return ctas * static_cast<int>(blockDim.x); }
+};
+
+// 2^cta_shift CTAs share a row.
+template <bool kSpread>
+__device__ Team FindTeam(int cta_shift) {
+  const auto cta = static_cast<int>(blockIdx.x);
+  if constexpr (!kSpread) return {cta, 0, 1};
+  return {cta >> cta_shift, cta & ((1 << cta_shift) - 1), 1 << cta_shift};
+}
+
+// Team sums: call this early, since CTAs write to each other's memory only after all have started.
+template <bool kSpread>
+__device__ void StartSum(const Team& team) {
+#if __CUDA_ARCH__ >= 900
+  if (kSpread && team.ctas > 1) ArriveAtCluster();
+#endif
+}
+
+// The sum of `value` over all threads of the team.
+template <bool kSpread>
+__device__ float SumOfTeam(const Team& team, float value) {
+#if __CUDA_ARCH__ >= 900
+  if (kSpread && team.ctas > 1) {
+    __shared__ float sums[kMaxThreads / 32];
+    const int lane = threadIdx.x % 32, warps = team.threads() / 32;
+    for (int lanes = 16; lanes > 0; lanes /= 2) value += __shfl_xor_sync(~0u, value, lanes);
+    __syncwarp();
+    WaitForArrivals();
+    if (lane < team.ctas) StoreToRank(&sums[team.thread() / 32], lane, value);
+    __syncwarp();
+    ReleaseToCluster();
+    WaitForArrivals();
+    value = lane < warps ? sums[lane] : 0;
+    for (int lanes = 16; lanes > 0; lanes /= 2) value += __shfl_xor_sync(~0u, value, lanes);
+    return value;
+  }
+#endif
+  return SumOfBlock(value);
+}
+
 // All-reduces the addends.
 template <int kVectors>
-__device__ void AddParts(const Exchange& exchange, int vectors,
+__device__ void AddParts(const Exchange& exchange, const Team& team, int vectors,
                          Vector<float> (&addends)[kVectors]) {
-  uint32_t* rounds = exchange.rounds + blockIdx.x;
-  const uint32_t round = *rounds + 1;
+  const RowExchange row(exchange, team.row, team.thread() / 32);
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
-    const int at = i * blockDim.x + threadIdx.x;
-    if (at < vectors)
-      SendColumns(exchange, blockIdx.x, round, int64_t{at} * kElements, addends[i].at);
+    const int at = i * team.threads() + team.thread();
+    if (at < vectors) row.Send(at, addends[i].at);
   }
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
-    const int at = i * blockDim.x + threadIdx.x;
-    if (at < vectors)
-      AddColumns(exchange, blockIdx.x, round, int64_t{at} * kElements, addends[i].at);
+    const int at = i * team.threads() + team.thread();
+    if (at < vectors) row.Add(at, addends[i].at);
   }
-  __syncthreads();  // all threads have read the round number
-  if (threadIdx.x == 0) *rounds = round;
 }
 
 // Stores the 8-bit values of vector `at` of a row, interleaved with the neighbouring lane's vector: of 16 columns,
@@ -133,51 +176,74 @@ __device__ void StoreRounded(const Vector<T>& result, const Divisor& divisor, ui
 // Type of the normalized rows: T, or 8 bits.
 enum class Form { kFloats, kInt8, kE4m3 };
 
+// log2 of the CTAs of a row at most, and threads of each.
+constexpr int kMaxSpreadShift = 3, kMaxSpreadThreads = 256;
+static_assert(kMaxThreads <= kMaxSpreadThreads << (kMaxSpreadShift - 1));
+static_assert(kMaxThreads / 32 <= kMaxExchangeWarps && kElements == kExchangeColumns);
+
+// For the compiler: maximum number of threads of a CTA, and CTAs of an SM. 128 threads with 80 registers fit on an SM
+// with two CTAs of qmm_sm90_stream at one row, so they start before these end.
+template <Form kForm, int kVectors, bool kParts>
+struct Bounds {
+#if __CUDA_ARCH__ >= 900
+  static constexpr bool kSpread = kParts;
+#else
+  static constexpr bool kSpread = false;
+#endif
+  static constexpr int kThreads = kSpread ? kMaxSpreadThreads : kMaxThreads;
+  static constexpr int kCtas = kSpread ? 4 - kVectors : kForm == Form::kFloats ? 0 : 1;
+};
+
 // kVectors: vectors per thread. kAligned: all buffers are 16-byte aligned. kParts: the addend is a partial sum.
 template <typename T, Form kForm, int kVectors, bool kAligned, bool kParts>
-__global__ void __launch_bounds__(kMaxThreads, kForm == Form::kFloats ? 0 : 1)
+__global__ void __launch_bounds__(Bounds<kForm, kVectors, kParts>::kThreads,
+                                  Bounds<kForm, kVectors, kParts>::kCtas)
     RmsNormKernel(const T* x, const void* addend, bool wide_addend, const void* scale,
                   bool wide_scale, T* sum, void* out, float* out_scale, int vectors, float epsilon,
-                  const Exchange exchange) {
+                  int cta_shift, const __grid_constant__ Exchange exchange) {
   LaunchDependents();
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * vectors;
+  const Team team = FindTeam<kParts>(cta_shift);
+  if (scale != nullptr) StartSum<kParts>(team);
+  const int64_t row = int64_t{team.row} * vectors;
   Vector<float> scales[kVectors];
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
-    const int at = i * blockDim.x + threadIdx.x;
+    const int at = i * team.threads() + team.thread();
     if (scale != nullptr && at < vectors)
       scales[i] = LoadFloats<kAligned, T>(scale, wide_scale, at);
   }
   WaitForPreviousKernels();
   Vector<float> addends[kVectors];
+  Vector<T> sums[kVectors];  // x at first
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
-    const int at = i * blockDim.x + threadIdx.x;
-    if (at < vectors) addends[i] = LoadFloats<kAligned, T>(addend, wide_addend, row + at);
+    const int at = i * team.threads() + team.thread();
+    if (at >= vectors) break;
+    addends[i] = LoadFloats<kAligned, T>(addend, wide_addend, row + at);
+    sums[i] = Load<kAligned>(x, row + at);
   }
-  if constexpr (kParts) AddParts(exchange, vectors, addends);
-  Vector<T> sums[kVectors];
+  if constexpr (kParts) AddParts(exchange, team, vectors, addends);
   float squares = 0;
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
-    const int at = i * blockDim.x + threadIdx.x;
+    const int at = i * team.threads() + team.thread();
     if (at >= vectors) break;
-    const Vector<T> a = Load<kAligned>(x, row + at);
 #pragma unroll
     for (int j = 0; j < kElements; ++j) {
-      sums[i].at[j] = T(static_cast<float>(a.at[j]) + static_cast<float>(T(addends[i].at[j])));
+      sums[i].at[j] =
+          T(static_cast<float>(sums[i].at[j]) + static_cast<float>(T(addends[i].at[j])));
       squares += static_cast<float>(sums[i].at[j]) * static_cast<float>(sums[i].at[j]);
     }
     Store<kAligned>(sums[i], sum, row + at);
   }
   if (scale == nullptr) return;
-  const float mean = SumOfBlock(squares) / static_cast<float>(vectors * kElements);
+  const float mean = SumOfTeam<kParts>(team, squares) / static_cast<float>(vectors * kElements);
   const float factor = rsqrtf(mean + epsilon);
   Vector<T> results[kVectors] = {};
   uint32_t largest = 0;
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
-    const int at = i * blockDim.x + threadIdx.x;
+    const int at = i * team.threads() + team.thread();
     if (at >= vectors) break;
 #pragma unroll
     for (int j = 0; j < kElements; ++j) {
@@ -202,7 +268,7 @@ __global__ void __launch_bounds__(kMaxThreads, kForm == Form::kFloats ? 0 : 1)
 
 template <typename T>
 using KernelFunction = void (*)(const T*, const void*, bool, const void*, bool, T*, void*, float*,
-                                int, float, Exchange);
+                                int, float, int, Exchange);
 
 // Template arguments of the kernel, as values.
 struct Variant {
@@ -241,11 +307,21 @@ Form FormOf(ElementType out) {
                                      : Form::kFloats;
 }
 
+// log2 of the CTAs that share a row: fewer for many rows, which leave more SMs to the next product.
+int CtaShift(const RmsNorm& norm, int warps, const Device& device) {
+  if (norm.exchange.parts == 1 || device.architecture < 90) return 0;
+  int shift = norm.rows <= 8 ? kMaxSpreadShift : kMaxSpreadShift - 1;
+  while (1 << shift > warps) --shift;
+  return shift;
+}
+
 template <typename T>
-cudaError_t Launch(const RmsNorm& norm, bool pdl, cudaStream_t stream) {
+cudaError_t Launch(const RmsNorm& norm, const Device& device, cudaStream_t stream) {
   const int vectors = static_cast<int>(norm.columns / kElements);
-  const int threads = static_cast<int>(std::min<int64_t>(kMaxThreads, CeilDiv(vectors, 32) * 32));
-  const LaunchConfig launch(norm.rows, threads, 0, stream, pdl);
+  const int warps = static_cast<int>(std::min<int64_t>(kMaxThreads / 32, CeilDiv(vectors, 32)));
+  const int cta_shift = CtaShift(norm, warps, device), ctas = 1 << cta_shift;
+  const LaunchConfig launch(norm.rows * ctas, static_cast<int>(CeilDiv(warps, ctas)) * 32, 0,
+                            stream, device.compute_capability >= 90, ctas > 1 ? ctas : 0);
   const bool aligned = IsAligned(norm.x) && IsAligned(norm.addend) && IsAligned(norm.scale) &&
                        IsAligned(norm.sum) && IsAligned(norm.out);
   const auto kernel =
@@ -253,7 +329,8 @@ cudaError_t Launch(const RmsNorm& norm, bool pdl, cudaStream_t stream) {
   return cudaLaunchKernelEx(&launch.config, kernel, static_cast<const T*>(norm.x), norm.addend,
                             norm.addend_type == ElementType::kF32, norm.scale,
                             norm.scale_type == ElementType::kF32, static_cast<T*>(norm.sum),
-                            norm.out, norm.out_scale, vectors, norm.epsilon, norm.exchange);
+                            norm.out, norm.out_scale, vectors, norm.epsilon, cta_shift,
+                            norm.exchange);
 }
 
 template <typename T>
@@ -284,7 +361,7 @@ cudaError_t PrepareRmsNorm() {
 cudaError_t LaunchRmsNorm(const RmsNorm& norm, const Device& device, cudaStream_t stream) {
   if (norm.rows == 0) return cudaSuccess;
   const auto launch = norm.type == ElementType::kBf16 ? Launch<__nv_bfloat16> : Launch<__half>;
-  return launch(norm, device.compute_capability >= 90, stream);
+  return launch(norm, device, stream);
 }
 
 }  // namespace jaxlowbit

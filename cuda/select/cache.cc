@@ -33,7 +33,7 @@ Key KeyOf(const QuantizedMatmul& problem, const Device& device, int64_t workspac
         int64_t{clock_mhz}, int64_t{memory_gb_per_s}, int64_t{clusters[1][1]},
         int64_t{clusters[1][2]}, int64_t{clusters[1][4]}, int64_t{clusters[2][1]},
         int64_t{clusters[2][2]}, int64_t{clusters[2][4]}, reinterpret_cast<int64_t>(compiles),
-        workspace_bytes, tuned == nullptr ? int64_t{0} : tuned->number()}) {
+        workspace_bytes, tuned == nullptr ? int64_t{0} : tuned->number}) {
     key[count++] = number;
   }
   return key;
@@ -50,47 +50,23 @@ struct Hash {
   }
 };
 
-template <typename Value>
-class Cache {
- public:
-  // Returns the cached value for a key; on a miss, caches compute().
-  template <typename Compute>
-  Value Find(const Key& key, Compute compute) {
-    {
-      const std::lock_guard lock(mutex_);
-      const auto found = entries_.find(key);
-      if (found != entries_.end()) return found->second;
-    }
-    const Value computed = compute();
-    const std::lock_guard lock(mutex_);
-    if (entries_.size() >= kMaxEntries) entries_.clear();
-    entries_.emplace(key, computed);
-    return computed;
-  }
-
- private:
-  std::mutex mutex_;
-  std::unordered_map<Key, Value, Hash> entries_;
-};
-
 }  // namespace
 
 Choice SelectCached(const QuantizedMatmul& problem, const Device& device, int64_t workspace_bytes,
                     const TunedTable* tuned) {
-  static Cache<Choice> cache;
-  return cache.Find(KeyOf(problem, device, workspace_bytes, tuned),
-                    [&] { return Select(problem, device, workspace_bytes, tuned); });
-}
-
-Support SupportsCached(Kernel kernel, const QuantizedMatmul& problem, const Device& device) {
-  static Cache<Support> caches[kNumKernels];
-  return caches[static_cast<int>(kernel)].Find(KeyOf(problem, device, 0, nullptr),
-                                               [&] { return Supports(kernel, problem, device); });
-}
-
-Support SupportsCached(const QuantizedMatmul& problem, const Device& device) {
-  static Cache<Support> cache;
-  return cache.Find(KeyOf(problem, device, 0, nullptr), [&] { return Supports(problem, device); });
+  static std::mutex mutex;
+  static auto& choices = *new std::unordered_map<Key, Choice, Hash>;
+  const Key key = KeyOf(problem, device, workspace_bytes, tuned);
+  {
+    const std::lock_guard lock(mutex);
+    const auto found = choices.find(key);
+    if (found != choices.end()) return found->second;
+  }
+  const Choice choice = Select(problem, device, workspace_bytes, tuned);
+  const std::lock_guard lock(mutex);
+  if (choices.size() >= kMaxEntries) choices.clear();
+  choices.emplace(key, choice);
+  return choice;
 }
 
 }  // namespace jaxlowbit

@@ -117,13 +117,15 @@ Support SupportsRagged(const QuantizedMatmul& problem, const Device& device) {
   return Supports(Kernel::kQmmSm90, blocks, device);
 }
 
-// The cheapest choice for a ragged product, by the cost of the expected blocks.
+// The cheapest choice for a ragged product, by the cost of the expected blocks. Of choices with about the same cost, as
+// of all tiles that only wait for the memory, the one with the smallest blocks.
 Choice SelectRagged(const QuantizedMatmul& problem, const Device& device) {
+  constexpr double kSame = 0.97;
   Choice best;
   double min_cost = std::numeric_limits<double>::infinity();
   const auto consider = [&](const Choice& choice, const QuantizedMatmul& blocks) {
     const double cost = Cost(blocks, device, choice);
-    if (cost >= min_cost) return;
+    if (cost >= kSame * min_cost) return;
     min_cost = cost;
     best = choice;
   };
@@ -132,7 +134,11 @@ Choice SelectRagged(const QuantizedMatmul& problem, const Device& device) {
     if (!Supports(Kernel::kQmmSm90Stream, blocks, device)) continue;
     consider(Configure(Kernel::kQmmSm90Stream, blocks, device, 0), blocks);
   }
-  for (const Choice& choice : sm90::Choices(problem)) {
+  std::vector<Choice> choices = sm90::Choices(problem);
+  std::stable_sort(choices.begin(), choices.end(), [](const Choice& left, const Choice& right) {
+    return left.block_m < right.block_m;
+  });
+  for (const Choice& choice : choices) {
     if (choice.peers > 1 || choice.split_k > 1) continue;
     const QuantizedMatmul blocks = BlocksOf(problem, choice.block_m);
     if (Supports(choice, blocks, device, 0)) consider(choice, blocks);

@@ -38,9 +38,12 @@ Tables& AllTables() {
 
 }  // namespace
 
-TunedTable::TunedTable(std::vector<TunedEntry> entries) : entries_(std::move(entries)) {
-  static std::atomic<int64_t> tables{0};
-  number_ = ++tables;
+TunedTable::TunedTable(std::vector<TunedEntry> entries)
+    : number([] {
+        static std::atomic<int64_t> tables{0};
+        return ++tables;
+      }()),
+      entries_(std::move(entries)) {
   std::sort(entries_.begin(), entries_.end(), IsBefore);
 }
 

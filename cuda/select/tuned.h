@@ -31,11 +31,10 @@ class TunedTable {
   std::optional<Choice> Find(const QuantizedMatmul& problem) const;
 
   // Unique over all tables, including destroyed ones; never 0.
-  int64_t number() const { return number_; }
+  const int64_t number;
 
  private:
   std::vector<TunedEntry> entries_;  // sorted
-  int64_t number_;
 };
 
 // Replaces the table of a device.

@@ -16,9 +16,10 @@ from jax import Array
 
 from .._core import layout
 from .._core.array import QuantizedArray
-from . import call, cuda_attend
+from . import call, cuda_attend, extension
 from .block import add_block, add_mlp
 from .call import Call, stored_weight
+from .cuda import HOPPER
 from .extension import UNAVAILABLE, ffi
 
 
@@ -82,6 +83,82 @@ def fused(
     )
     calls.multiply(product)
     return call.apart(*calls.run())[0]
+
+
+def ragged(
+    lhs: Array,
+    rhs: QuantizedArray,
+    sizes: Array,
+    offset: Array | None,
+    bias: Array | None,
+    *,
+    activation: str | None,
+    out_dtype: jnp.dtype,
+    accumulate_float16: bool,
+) -> Array:
+    """`quantized_ragged_dot`, (m, n), as one CUDA custom call."""
+    calls = Call("quantized_ragged_dot")
+    x, groups = map(calls.operand, call.apart(lhs[None], sizes))
+    out = calls.result((1, lhs.shape[0], rhs.n), out_dtype)
+    product = _add_ragged(
+        *(calls, rhs, x, out, groups, offset, bias, activation),
+        lhs=lhs.dtype,
+        accumulate_float16=accumulate_float16,
+    )
+    calls.multiply(product)
+    return call.apart(calls.run()[0])[0][0]
+
+
+def _add_ragged(
+    calls: Call,
+    rhs: QuantizedArray,
+    x: int,
+    out: int,
+    groups: int,
+    offset: Array | None,
+    bias: Array | None,
+    activation: str | None,
+    *,
+    lhs: Any,
+    **fields: Any,
+) -> int:
+    """Appends the product of the rows at `x`, in groups, and a stack of matrices or pairs."""
+    if offset is not None:
+        fields["group_offset_at"] = calls.operand(offset.reshape(1))
+    addends = {}
+    if bias is not None:
+        bias = bias.astype(lhs if bias.dtype == lhs else jnp.float32)
+        addends["bias"] = calls.operand(bias.reshape(-1, rhs.n))
+    return calls.add_product(
+        stored_weight(rhs, lhs),
+        x,
+        out,
+        gated=rhs.ndim == 4,
+        addends=addends,
+        activation=activation or "none",
+        groups_of_rows=calls.at[groups].shape[0],
+        group_sizes_at=groups,
+        **fields,
+    )
+
+
+def unsupported_ragged(lhs: Any, rhs: QuantizedArray, activation: str | None) -> str | None:
+    """Returns None if Hopper kernels multiply rows in groups of this dtype, else the reason."""
+    if rhs.index is not None or rhs.packed.shape[0] == 0:
+        return "the stack is a view of a longer one, or empty"
+    stack = math.prod(rhs.shape[:-2])
+    product = call.record(
+        *(rhs.format, lhs.dtype, lhs.dtype),
+        m=lhs.shape[0] if isinstance(lhs.shape[0], int) else -1,
+        n=rhs.n,
+        k=rhs.k,
+        num_weights=stack,
+        groups_of_rows=stack,
+        gated=rhs.ndim == 4,
+        activation=activation or "none",
+    )
+    what = ffi.compiled_for(product)
+    return ffi.unsupported(product, HOPPER) or extension.no_compiler(what)
 
 
 def quantized(
@@ -300,3 +377,18 @@ def exchanging(devices: Sequence[Any], rows: int) -> tuple[int, ...]:
         return ()
     numbers = tuple(device.local_hardware_id for device in devices)
     return numbers if ffi.can_exchange(numbers) else ()
+
+
+def add_over_devices(parts: Array, dtype: Any, devices: Sequence[int]) -> Array:
+    """The sum of float32 `parts` (rows, columns) of devices, from `exchanging`, in `dtype`."""
+    calls, shape = Call("addition over devices"), (1, *parts.shape)
+    zeros = calls.operand(jnp.zeros(shape, dtype))
+    addend = calls.operand(*call.apart(parts.reshape(shape)))
+    calls.step("normalize", x=zeros, addend=addend, total=calls.result(shape, dtype))
+    return call.apart(*calls.run(devices=np.array(devices, np.int64)))[0][0]
+
+
+def exchange_failure() -> str:
+    """A sentence if devices that add parts within calls stopped since the last call of this, else
+    an empty string. The next program runs normally."""
+    return "" if UNAVAILABLE["cuda"] is not None else ffi.take_exchange_failure()

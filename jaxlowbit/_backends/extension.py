@@ -6,7 +6,6 @@ The only file that imports `_ffi`. `xla_ffi/module.cc` defines the handlers.
 import importlib.util
 import re
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ except ImportError as error:
     ) from error
 
 
-BUILD: Mapping[str, Any] = ffi.build_info()
+BUILD: dict[str, Any] = ffi.build_info()
 """Describes the build; `jaxlowbit info` prints it."""
 
 

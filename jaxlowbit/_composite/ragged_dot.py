@@ -10,13 +10,16 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from .._backends import cuda_calls
+from .._backends.cuda import HOPPER
+from .._backends.target import Target
 from .._core import checks, explicit, indexing
 from .._core.activations import EXACT, QuantizedActivations, value_dtype
 from .._core.array import QuantizedArray
 from .._core.explicit import Sharding
 from .._matmul import epilogue
 from .._matmul.api import quantized_matmul
-from .._matmul.call import Call, run
+from .._matmul.call import Call, Rows, Weights, run
 from .._matmul.epilogue import Activation, GatedActivation
 from .._matmul.options import Backend, Options
 from .._matmul.primitive import equally_varying
@@ -128,9 +131,7 @@ def ragged_dot(
 class _RaggedDot(Call):
     """Rows in groups times a stack; the rows of its operands are the leaves of lhs.
 
-    A custom call gets the leaves of lhs, those of `rhs` (packed, scale and, by format, zero), then
-    group sizes int32 (groups,), the group offset int32 () and the bias, if there is one. To attach
-    one, add its platform to `custom_calls`, and its limits to `unsupported`.
+    Others are group sizes int32 (groups,), the group offset int32 () and the bias, if there is one.
     """
 
     lhs: Any  # the tree of lhs, which may be QuantizedActivations
@@ -140,7 +141,25 @@ class _RaggedDot(Call):
 
     @property
     def custom_calls(self) -> Mapping[str, Callable[..., tuple[Array, ...]]]:
-        return {}
+        return {"cuda": self._cuda}
+
+    def unsupported(self, rows: Rows, weights: Weights, target: Target) -> str | None:
+        if len(rows) > 1 or self.dtype is not None:
+            return "activations have 8 bits"
+        if not target.is_only(HOPPER):
+            return "only kernels of Hopper multiply rows in groups"
+        reason = super().unsupported(rows, weights, target)
+        return reason or cuda_calls.unsupported_ragged(rows[0], weights[0], self.activation)
+
+    def _cuda(self, *operands: Array) -> tuple[Array, ...]:
+        (lhs,), (rhs,), (sizes, offset, bias) = self.named(operands)
+        out = cuda_calls.ragged(
+            *(lhs, rhs, sizes, offset, bias),
+            activation=self.activation,
+            out_dtype=self.options.out_dtype(lhs),
+            accumulate_float16=self.options.accumulate_float16,
+        )
+        return (out,)
 
     @property
     def differentiable(self) -> Call:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.core import Tracer
 
 from . import (
     arraylike,
@@ -140,14 +141,14 @@ class QuantizedArray:
         whole shard of the matrix, since `shard_map` may cut them anywhere.
         """
         narrow = getattr(self.format, "scale_dtype", None)
-        found = {"scale": self.scale, "packed": self.packed, "version": self.version}
-        found = {name: getattr(leaf, "dtype", None) for name, leaf in found.items()}
-        if narrow is not None and found["scale"] not in (None, narrow):
-            raise arraylike.cast_scale(found["scale"], self.format)
-        for name in ("packed", "version"):
-            if found[name] is not None and jnp.issubdtype(found[name], jnp.floating):
-                raise arraylike.cast_words(name, found[name])
-        if not isinstance(self.version, jax.core.Tracer):
+        found = getattr(self.scale, "dtype", narrow)
+        if narrow is not None and found != narrow:
+            raise arraylike.cast_scale(found, self.format)
+        for name, leaf in (("packed", self.packed), ("version", self.version)):
+            found = getattr(leaf, "dtype", np.dtype("uint32"))
+            if jnp.issubdtype(found, jnp.floating):
+                raise arraylike.cast_words(name, found)
+        if not isinstance(self.version, Tracer):
             versions.check(self.version)
         size, unit = self.format.group_size, self.format.shard_unit
         words, groups = super_blocks.stored_shapes(*self.padded_shape, self.format)

@@ -13,7 +13,7 @@ from .._core.array import LEAVES, QuantizedArray
 from .._core.checks import brief
 from .._core.format import Format
 from ..quantizers import _registry
-from ..quantizers._calibration import Calibration, Results, check_statistics
+from ..quantizers._calibration import Calibration, Results, check_statistics, warn_of_few_rows
 from .recording import Record
 
 _CALLER = "quantize_model"
@@ -65,16 +65,21 @@ def calibrate(layers: Layers, quantizer: Any, calibration: Calibration) -> None:
     if missing:
         check_statistics(_CALLER, ", ".join(missing), None)
     left = [name for name in order if not _restore(layers, results, name)]
+    full = _registry.statistics_of(quantizer) == "full"
+    few = False
     with _bar(calibration.progress, len(left)) as advance:
         for start in range(0, len(left), calibration.at_once):
             names = left[start : start + calibration.at_once]
-            record = Record(_registry.statistics_of(quantizer) == "full")
+            record = Record(full)
             for batch in batches:
                 layers.run(names, batch, record)
                 jax.effects_barrier()
                 record.forget()
             for name in names:
                 found = check_statistics(_CALLER, name, record.statistics.get(name))
+                rows, features = int(np.min(found.rows)), found.absmax.shape[-1]
+                if full and not few:
+                    few = warn_of_few_rows(_CALLER, name, rows, features)
                 _save(results, name, layers.replace(name, quantizer, found))
             advance(len(names))
     for name in layers.formats:

@@ -64,6 +64,14 @@ _KNOWN_PARAMETERS = (
         module=r"tunix\.models\.\w+\.model\.MoELayer",
     ),
     EinsumParameter(
+        r"(^|\.)gating_einsum$",
+        "e...d,eghd->e...gh",
+        module=r"tunix\.models\.gemma4\.moe\.MoERagged",
+    ),
+    EinsumParameter(
+        r"(^|\.)linear$", "e...k,ekn->e...n", module=r"tunix\.models\.gemma4\.moe\.MoERagged"
+    ),
+    EinsumParameter(
         r"(^|\.)kernel$", _dense_equation, module=r"maxtext\.layers\.linears\.DenseGeneral"
     ),
     EinsumParameter(

@@ -138,6 +138,9 @@ class RecordingView(WeightView):
         weight = kernel.weight.astype(lhs.dtype)
         return jnp.matmul(lhs, weight, preferred_element_type=dtype or lhs.dtype)
 
+    def ragged_product(self, lhs: Array, sizes: Array, dtype: Any) -> Array:
+        raise WeightUseError("multiplies groups of rows by it, whose statistics are not recorded")
+
 
 @functools.partial(jax.jit, static_argnums=1)
 def _statistics(rows: Array, full: bool) -> Statistics:

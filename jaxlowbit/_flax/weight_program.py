@@ -2,7 +2,8 @@
 
 The code is traced with the shapes of the float weights, and its program then runs operation by
 operation. `WeightView` implements the operations on a weight: it remembers a cast, a transposition
-or an index, `dot_general` is a quantized product, and `gather` a lookup.
+or an index, `dot_general` and `ragged_dot_general` are quantized products, and `gather` is a
+lookup.
 """
 
 import math
@@ -188,11 +189,29 @@ def _gather(params: Any, view: Any, indices: Any) -> Any:
     return view.lookup(dim, beyond if filled else inside).transpose(back)
 
 
-def _dot_general(params: Any, lhs: Any, rhs: Any) -> Array:
+def _check_product(params: Any) -> None:
+    """**Raises:** `WeightUseError` for options of a product that packed weights have not."""
     if has_algorithm(params["precision"]):
         raise WeightUseError(f"multiplies by it with precision={params['precision']}")
-    if params["out_sharding"] is not None:
-        raise WeightUseError(f"multiplies by it with out_sharding={params['out_sharding']}")
+    for name in ("out_sharding", "group_offset"):
+        if params.get(name) is not None:
+            raise WeightUseError(f"multiplies by it with {name}={params[name]}")
+
+
+def _ragged_dot(params: Any, lhs: Any, rhs: Any, sizes: Any) -> Array:
+    _check_product(params)
+    numbers = params["ragged_dot_dimension_numbers"]
+    contracted, batch = numbers.dot_dimension_numbers
+    (row,), groups = numbers.lhs_ragged_dimensions, numbers.rhs_group_dimensions
+    plain = batch == ((), ()) and len(groups) == 1 and row not in contracted[0]
+    if not plain or not isinstance(rhs, WeightView) or lhs.ndim != len(contracted[0]) + 1:
+        raise WeightUseError("multiplies by it in a ragged product that is not one of rows")
+    dtype = params["preferred_element_type"]
+    return rhs.multiply_groups(lhs, contracted, groups[0], sizes, preferred_element_type=dtype)
+
+
+def _dot_general(params: Any, lhs: Any, rhs: Any) -> Array:
+    _check_product(params)
     contracted, batch = params["dimension_numbers"]
     dtype = params["preferred_element_type"]
     if isinstance(rhs, WeightView):
@@ -211,6 +230,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "dynamic_slice": _dynamic_slice,
     "gather": _gather,
     "name": _same,
+    "ragged_dot_general": _ragged_dot,
     "reshape": lambda params, view: view.reshape(params["new_sizes"]),
     "sharding_constraint": _same,  # the packed words have their own sharding
     "slice": _slice,

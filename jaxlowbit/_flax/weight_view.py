@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from .._composite.ragged_dot import quantized_ragged_dot
 from .._core.array import QuantizedArray
 from .._core.columns import take_columns
 from .._matmul.api import quantized_matmul
@@ -214,6 +215,43 @@ class WeightView:
         wanted = [*shared, *(dim for part in others[:: 1 if inputs_first else -1] for dim in part)]
         out = out.transpose([found.index(label) for dim in wanted for label in dim])
         return out.reshape([math.prod(_extent(x, inputs) for x in dim) for dim in wanted])
+
+    def ragged_product(self, lhs: Array, sizes: Array, dtype: Any) -> Array:
+        """The product of rows (m, k) in groups of these sizes, each with its matrix, in `dtype`."""
+        return quantized_ragged_dot(
+            lhs, self.kernel, sizes, lhs_qtype=self.lhs_qtype, preferred_element_type=dtype
+        )
+
+    def multiply_groups(
+        self,
+        inputs: Array,
+        contracted: tuple[Sequence[int], Sequence[int]],
+        group: int,
+        sizes: Array,
+        *,
+        preferred_element_type: Any = None,
+    ) -> Array:
+        """`jax.lax.ragged_dot` of inputs and the weight, whose matrices are along the visible axis
+        `group`."""
+        if len(self.batch) != 1 or self.dims[group] != self.batch:
+            raise WeightUseError(
+                f"multiplies groups of rows by its axis {group}, which is not its one batch axis"
+            )
+        if self._added(contracted[1], ()):
+            raise WeightUseError("sums over its batch axis in a product of groups of rows")
+        meets = dict(zip(contracted[0], (self.dims[dim] for dim in contracted[1]), strict=True))
+        (row,) = (at for at in range(inputs.ndim) if at not in meets)
+        labels: list[Any] = [x for at in range(inputs.ndim) for x in meets.get(at, (at,))]
+        lhs = inputs.reshape([_extent(label, inputs) for label in labels])
+        order = [labels.index(label) for label in (row, *self.contracted)]
+        lhs = lhs.transpose(order).reshape(inputs.shape[row], self.kernel.k)
+        dtype = jnp.float32 if preferred_element_type == jnp.float32 else None
+        out = self.ragged_product(lhs, sizes, dtype)
+        out = out.astype(preferred_element_type or inputs.dtype)
+        free = [dim for at, dim in enumerate(self.dims) if at not in (*contracted[1], group)]
+        out = out.reshape(-1, *(axis.size for axis in self.features))
+        order = [1 + self.features.index(axis) for dim in free for axis in dim]
+        return out.transpose(0, *order).reshape(-1, *map(_size, free))
 
     def _added(self, contracted: Sequence[int], batch: Sequence[int]) -> list[Axis]:
         """The batch axes, such as experts, that a product sums over.

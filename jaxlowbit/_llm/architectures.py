@@ -10,13 +10,17 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 RopePairs = Literal["neighbours", "halves"]
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "gpt_oss"]
 NormPlacement = Literal["pre", "post", "pre_and_post"]
 QkNorm = Literal["head", "all"]
 WindowLayers = Literal["none", "all", "upper", "pattern", "unrotated"]
 RopeLayers = Literal["all", "pattern", "local"]
 
-FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
+FUSED = {
+    "qkv": ("q", "k", "v"),
+    "gate_up": ("gate", "up"),
+    "gate_up_bias": ("gate_bias", "up_bias"),
+}
 """Matrices that some files fuse, by our names, with the matrices whose rows they contain."""
 
 IMAGE_MODELS = {
@@ -26,7 +30,7 @@ IMAGE_MODELS = {
 """`model_type` of models with an image encoder, which is skipped, and the possible kinds of decoder
 in their `text_config`, the default first."""
 
-_LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,9 +38,11 @@ class Gguf:
     """GGUF files of an architecture; names are from llama.cpp's `llama-arch.cpp`.
 
     - `name`: value of `general.architecture` and prefix of the keys.
-    - `tensors`: tensor names and our weight names, both with N for the number of a layer.
+    - `tensors`: tensor names and our weight names, both with N for the number of a layer and E for
+      the number of an expert.
     - `rope_pairs`: the pairs that rotate; `"neighbours"` if llama.cpp's converter permutes the rows
       of queries and keys.
+    - `yarn_truncate`: `RopeScaling.truncate`, for which no key exists.
     - `attention_scale`: computes the scale of scores from the sizes of a `Config` for files without
       one; None for `head_size ** -0.5`.
     - `defaults`: values of keys that the file lacks.
@@ -46,6 +52,7 @@ class Gguf:
     name: str
     tensors: Mapping[str, str]
     rope_pairs: RopePairs = "halves"
+    yarn_truncate: bool = True
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     reads: frozenset[str] = frozenset()
     attention_scale: Callable[[Mapping[str, Any]], float | None] = lambda sizes: None
@@ -57,7 +64,9 @@ class HuggingFace:
 
     - `model_types`: values of `model_type` in config.json.
     - `tensors`: tensor names after `model.` and our weight names, both with N for the number of a
-      layer.
+      layer and E for the number of an expert.
+    - `alternate`: whether the outputs of gate and up alternate in fused tensors. Then stacks of
+      float experts are (experts, in, out), as gpt-oss stores them.
     - `defaults`: values of entries that config.json lacks.
     - `names`: usual entry names and the names in config.json, for entries that differ.
     - `reads`: entries that only some architectures read, such as `mlp_bias` or `layer_types`.
@@ -65,6 +74,7 @@ class HuggingFace:
     - `eos`: tokens that end texts if no file names any.
     - `rope_pairs`: the pairs that rotate.
     - `rope_types`: other names of rotation scalings, with the usual names.
+    - `experts`: the number of experts in files without one; 0 for architectures without experts.
     - `norm_offset`: added to the stored scales of norms.
     - `null_is_default`: entries whose null in config.json means the default.
     """
@@ -78,6 +88,8 @@ class HuggingFace:
     eos: tuple[int, ...] = ()
     rope_pairs: RopePairs = "halves"
     rope_types: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    alternate: bool = False
+    experts: int = 0
     norm_offset: float = 0.0
     null_is_default: frozenset[str] = frozenset()
 
@@ -117,17 +129,20 @@ class Architecture:
 
 
 def weight_name(tensor: str, tensors: Mapping[str, str]) -> str | None:
-    """Our name of a tensor, from a table of names with N for the layer; None if it is not there.
+    """Our name of a tensor, from a table of names with N for the layer and E for the expert; None
+    if it is not there.
 
     ```python
     weight_name("blk.3.attn_q.weight", {"blk.N.attn_q.weight": "layers.N.q"})  # layers.3.q
     ```
     """
-    number = _LAYER_NUMBER.search(tensor)
-    ours = tensors.get(_LAYER_NUMBER.sub("N", tensor, count=1))
-    if ours is None or number is None:
-        return ours
-    return ours.replace(".N.", f".{int(number[0])}.")
+    letters = dict(zip("NE", _NUMBER.findall(tensor), strict=False))
+    for letter in letters:
+        tensor = _NUMBER.sub(letter, tensor, count=1)
+    ours = tensors.get(tensor)
+    for letter, number in letters.items():
+        ours = ours and re.sub(rf"\b{letter}\b", str(int(number)), ours)
+    return ours
 
 
 def fused(name: str) -> tuple[str, ...]:
@@ -185,6 +200,12 @@ _GGUF_POST_NORMS = {
     "blk.N.post_attention_norm.weight": "layers.N.post_attention_norm",
     "blk.N.post_ffw_norm.weight": "layers.N.post_mlp_norm",
 }
+_EXPERTS = ("gate", "up", "down")
+_GGUF_ROUTER = {"blk.N.ffn_gate_inp.weight": "layers.N.router"}
+_GGUF_EXPERTS = _GGUF_ROUTER | {f"blk.N.ffn_{x}_exps.weight": f"layers.N.{x}" for x in _EXPERTS}
+_GGUF_SINGLE_EXPERTS = {f"blk.N.ffn_{x}.E.weight": f"layers.N.{x}.E" for x in _EXPERTS}
+"""One tensor for each expert, in files of early versions of llama.cpp."""
+_GGUF_EXPERT_BIASES = {f"blk.N.ffn_{x}_exps.bias": f"layers.N.{x}_bias" for x in _EXPERTS}
 
 _FOLDER = {
     "embed_tokens.weight": "embedding",
@@ -228,6 +249,25 @@ _FOLDER_POST_NORMS = {
     "layers.N.pre_feedforward_layernorm.weight": "layers.N.mlp_norm",
     "layers.N.post_feedforward_layernorm.weight": "layers.N.post_mlp_norm",
 }
+_FOLDER_EXPERTS = {"layers.N.mlp.gate.weight": "layers.N.router"} | {
+    f"layers.N.mlp.experts.E.{x}_proj.weight": f"layers.N.{x}.E" for x in _EXPERTS
+}
+_FOLDER_MIXTRAL = {
+    "layers.N.block_sparse_moe.gate.weight": "layers.N.router",
+    "layers.N.block_sparse_moe.experts.E.w1.weight": "layers.N.gate.E",
+    "layers.N.block_sparse_moe.experts.E.w3.weight": "layers.N.up.E",
+    "layers.N.block_sparse_moe.experts.E.w2.weight": "layers.N.down.E",
+}
+_FOLDER_GPT_OSS = {
+    "layers.N.self_attn.o_proj.bias": "layers.N.o_bias",
+    "layers.N.self_attn.sinks": "layers.N.sinks",
+    "layers.N.mlp.router.weight": "layers.N.router",
+    "layers.N.mlp.router.bias": "layers.N.router_bias",
+    "layers.N.mlp.experts.gate_up_proj": "layers.N.gate_up",
+    "layers.N.mlp.experts.gate_up_proj_bias": "layers.N.gate_up_bias",
+    "layers.N.mlp.experts.down_proj": "layers.N.down",
+    "layers.N.mlp.experts.down_proj_bias": "layers.N.down_bias",
+}
 
 
 def _without(table: Mapping[str, str], *weights: str) -> dict[str, str]:
@@ -243,6 +283,17 @@ _FOLDER_OLMO2 = _without(_FOLDER, *_PRE_NORMS) | _without(_FOLDER_POST_NORMS, "m
 _COMMON = {"rms_norm_eps": 1e-6, "hidden_act": "silu"}
 _QWEN = {"num_key_value_heads": 32, "max_window_layers": 28, "sliding_window": 4096}
 _BIASES = frozenset({"attention_bias", "mlp_bias"})
+_EXPERT_ENTRIES = frozenset({"num_local_experts", "num_experts", "num_experts_per_tok"})
+_EXPERT_KEYS = frozenset({"expert_count", "expert_used_count"})
+_MORE_EXPERT_KEYS = _EXPERT_KEYS | {"expert_feed_forward_length", "expert_gating_func"}
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 _GRANITE_SCALES = {
     "attention_multiplier": 1.0,
     "embedding_multiplier": 1.0,
@@ -290,7 +341,12 @@ def _scale_of_27b(layers: int) -> Callable[[Mapping[str, Any]], float | None]:
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(
-        Gguf("llama", _GGUF | _GGUF_BIASES | _GGUF_MORE_BIASES, rope_pairs="neighbours"),
+        Gguf(
+            "llama",
+            _GGUF | _GGUF_BIASES | _GGUF_MORE_BIASES | _GGUF_EXPERTS | _GGUF_SINGLE_EXPERTS,
+            rope_pairs="neighbours",
+            reads=_EXPERT_KEYS,
+        ),
         HuggingFace(
             ("llama",),
             _FOLDER | _FOLDER_BIASES | _FOLDER_MORE_BIASES,
@@ -537,5 +593,104 @@ ARCHITECTURES: dict[str, Architecture] = {
         window_layers="pattern",
         window_pattern=4,
         rope_layers="local",
+    ),
+    "mixtral": Architecture(
+        None,  # its GGUF files are of the architecture llama
+        HuggingFace(
+            ("mixtral",),
+            _without(_FOLDER, *_EXPERTS) | _FOLDER_MIXTRAL,
+            {
+                "hidden_act": "silu",
+                "rms_norm_eps": 1e-5,
+                "num_key_value_heads": 8,
+                "rope_theta": 1_000_000.0,
+                "num_experts_per_tok": 2,
+            },
+            experts=8,
+            reads=_EXPERT_ENTRIES,
+            eos=(2,),
+        ),
+        window_layers="all",
+    ),
+    "qwen3_moe": Architecture(
+        Gguf(
+            "qwen3moe",
+            _without(_GGUF, *_EXPERTS) | _GGUF_HEAD_NORMS | _GGUF_EXPERTS,
+            reads=_MORE_EXPERT_KEYS | {"expert_weights_norm"},
+        ),
+        HuggingFace(
+            ("qwen3_moe",),
+            _without(_FOLDER, *_EXPERTS)
+            | _FOLDER_HEAD_NORMS
+            | _FOLDER_BIASES
+            | _without(_FOLDER_MORE_BIASES, *(f"{x}_bias" for x in _EXPERTS))
+            | _FOLDER_EXPERTS,
+            _COMMON
+            | {
+                "num_key_value_heads": 4,
+                "sliding_window": 4096,
+                "num_experts_per_tok": 8,
+                "moe_intermediate_size": 768,
+                "norm_topk_prob": False,
+            },
+            experts=128,
+            names={"intermediate_size": "moe_intermediate_size"},
+            reads=_EXPERT_ENTRIES
+            | {
+                *("attention_bias", "moe_intermediate_size", "norm_topk_prob"),
+                "use_sliding_window",
+            },
+            # The other layers of `decoder_sparse_step` and `mlp_only_layers` would have this size.
+            harmless=frozenset({"intermediate_size", "max_window_layers"}),
+        ),
+        parts={"qk_norm": "head"},
+        window_layers="all",
+    ),
+    "gpt_oss": Architecture(
+        Gguf(
+            "gpt-oss",
+            _without(_GGUF, *_EXPERTS, "mlp_norm")
+            | _GGUF_BIASES
+            | _GGUF_EXPERTS
+            | _GGUF_EXPERT_BIASES
+            | {
+                "blk.N.attn_output.bias": "layers.N.o_bias",
+                "blk.N.attn_sinks.weight": "layers.N.sinks",
+                "blk.N.ffn_gate_inp.bias": "layers.N.router_bias",
+                "blk.N.post_attention_norm.weight": "layers.N.mlp_norm",
+            },
+            yarn_truncate=False,
+            reads=_MORE_EXPERT_KEYS,
+        ),
+        HuggingFace(
+            ("gpt_oss",),
+            _without(_FOLDER, *_EXPERTS) | _FOLDER_BIASES | _FOLDER_GPT_OSS,
+            {
+                "hidden_act": "silu",
+                "rms_norm_eps": 1e-5,
+                "num_key_value_heads": 8,
+                "head_dim": 64,
+                "rope_theta": 150_000.0,
+                "rope_parameters": _GPT_OSS_ROPE,
+                "attention_bias": True,
+                "sliding_window": 128,
+                "num_experts_per_tok": 4,
+            },
+            experts=128,
+            reads=_EXPERT_ENTRIES
+            | {"attention_bias", "layer_types", "swiglu_alpha", "swiglu_limit"},
+            # Copies of num_experts_per_tok and of an entry of the rotation.
+            harmless=frozenset({"experts_per_token", "initial_context_length"}),
+            alternate=True,
+            null_is_default=frozenset({"rope_parameters"}),
+        ),
+        parts={
+            "activation": "gpt_oss",
+            "mlp_bias": True,
+            "router_bias": True,
+            "sinks": True,
+        },
+        window_layers="pattern",
+        window_pattern=2,
     ),
 }

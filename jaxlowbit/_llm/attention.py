@@ -26,7 +26,7 @@ def choose(
     head_size: int,
     native: bool = False,
     cached: bool = False,
-    softcap: bool = False,
+    plain: bool = False,
 ) -> Implementation:
     """Returns the fastest implementation for numbers of sequences, queries per sequence and slots.
 
@@ -38,9 +38,9 @@ def choose(
     On the CPU, our kernel reads a cache in place. It has no derivative, so XLA computes attention
     without a cache that outlives the call (`cached`).
 
-    Only XLA's implementation supports a cap of scores (`softcap`).
+    Only XLA's implementation supports caps of scores and sinks (`plain`).
     """
-    if softcap:
+    if plain:
         return "xla"
     if platform == "cpu" and cached and cpu_attend.unsupported(dtype, head_size=head_size) is None:
         return "cpu"
@@ -92,6 +92,7 @@ def attend(
     implementation: Literal["xla", "cudnn", "cpu"],
     reach: int | None = None,
     softcap: float | None = None,
+    sinks: Array | None = None,
 ) -> Array:
     """Computes attention of queries to the slots that they see (`mask`).
 
@@ -106,6 +107,8 @@ def attend(
     - `positions`, `held`, `window`: `queries`, `keys` and `window` of `mask`.
     - `reach`: the number of slots that are read, from the first; None for all.
     - `softcap`: None, or the bound c in `c tanh(score / c)` of scaled scores, only for `"xla"`.
+    - `sinks`: None, or float32 (heads,): a score of each head that is in the denominator of its
+      softmax and has no value, only for `"xla"`.
 
     **Returns:** (batch, queries, heads * head_size) in the dtype of `query`.
     """
@@ -138,8 +141,18 @@ def attend(
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
     scores = scores.reshape(batch, kv_heads, shared, queries, reach)
-    weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, _HIDDEN), axis=-1)
+    weights = _softmax(jnp.where(seen[:, None, None], scores, _HIDDEN), sinks)
     weights = weights.astype(value.dtype).reshape(batch, kv_heads, shared * queries, reach)
     out = einsum("bkrs,bskh->bkrh", weights, value).astype(query.dtype)
     out = out.reshape(batch, kv_heads, shared, queries, size).transpose(0, 3, 1, 2, 4)
     return out.reshape(batch, queries, heads * size)
+
+
+def _softmax(scores: Array, sinks: Array | None) -> Array:
+    """The softmax of scores (batch, kv_heads, shared, queries, slots), with sinks (heads,)."""
+    if sinks is None:
+        return jax.nn.softmax(scores, axis=-1)
+    sinks = sinks.astype(jnp.float32).reshape(1, *scores.shape[1:3], 1, 1)
+    largest = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), sinks)
+    raised = jnp.exp(scores - largest)
+    return raised / (jnp.sum(raised, axis=-1, keepdims=True) + jnp.exp(sinks - largest))

@@ -14,6 +14,14 @@ from .language_model import LanguageModel, check_model
 from .programs import run
 from .sampling import Sampling
 
+_GPT_OSS = Config(
+    "gpt_oss", layers=36, width=2880, heads=64, kv_heads=8, head_size=64, hidden=2880,
+    vocabulary=201088, context=131072, rope_base=1.5e5, experts=128, experts_per_token=4,
+    rope_scaling=RopeScaling("yarn", factor=32.0, original_context=4096, truncate=False),
+    attention_bias=True, output_bias=True, mlp_bias=True, router_bias=True, sinks=True,
+    activation="gpt_oss", window=128, window_layers=(True, False) * 18,
+)  # fmt: skip
+
 # Models by their sizes, for random weights.
 SHAPES = {
     "smollm2-135m": Config(
@@ -34,6 +42,17 @@ SHAPES = {
         vocabulary=151936, context=40960, rope_base=1e6, qk_norm="head", tied_head=True,
         norm_epsilon=1e-6,
     ),
+    "mixtral-8x7b": Config(
+        "mixtral", layers=32, width=4096, heads=32, kv_heads=8, head_size=128, hidden=14336,
+        vocabulary=32000, context=32768, rope_base=1e6, experts=8, experts_per_token=2,
+    ),
+    "qwen3-30b-a3b": Config(
+        "qwen3_moe", layers=48, width=2048, heads=32, kv_heads=4, head_size=128, hidden=768,
+        vocabulary=151936, context=40960, rope_base=1e6, qk_norm="head", norm_epsilon=1e-6,
+        experts=128, experts_per_token=8,
+    ),
+    "gpt-oss-20b": _GPT_OSS.replace(layers=24, window_layers=(True, False) * 12, experts=32),
+    "gpt-oss-120b": _GPT_OSS,
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""`Block`: attention and a gated MLP of a decoder, computed from attention to attention.
+"""`Block`: attention and an MLP of a decoder, computed from attention to attention.
 
 `Block.finish` covers everything from the output projection of a block to the queries, keys and
 values of the next: one call, `quantized_block`, if the configuration allows it. On NVIDIA GPUs this
@@ -29,16 +29,15 @@ from .._composite.rms_norm import rms_norm
 from .._core import activations
 from .._core.array import QuantizedArray
 from .._matmul.api import quantized_matmul
-from . import attention, rope
+from . import attention, experts, rope
 from .cache import Cache
 from .config import Config
-from .sharding import Division, MatrixVariable, add_parts
-
-Weight = QuantizedArray | Array
+from .low_rank import LowRank, Weight, base_of, variable
+from .sharding import Division, add_parts
 
 
 class Block(nnx.Module):
-    """Attention and a gated MLP, which both add to the residual stream.
+    """Attention and a gated MLP, or a mixture of experts, which both add to the residual stream.
 
     **Arguments:**
 
@@ -50,11 +49,11 @@ class Block(nnx.Module):
     def __init__(
         self,
         config: Config,
-        weight_of: Callable[[str], Weight],
+        weight_of: Callable[[str], Any],
         index: int,
         lhs_qtype: Any = None,
     ):
-        def weight(name: str) -> nnx.Variable:
+        def weight(name: str) -> Any:
             return variable(weight_of(f"layers.{index}.{name}"))
 
         def norm(name: str) -> nnx.Param:
@@ -74,21 +73,26 @@ class Block(nnx.Module):
         self.k_norm = norm("k_norm") if config.qk_norm == "head" else None
         self.q_all_norm = norm("q_all_norm") if config.qk_norm == "all" else None
         self.k_all_norm = norm("k_all_norm") if config.qk_norm == "all" else None
+        self.sinks = weight("sinks") if config.sinks else None
         self.o = weight("o")
         self.o_bias = weight("o_bias") if config.output_bias else None
         self.post_attention_norm = norm("post_attention_norm") if post else None
         self.mlp_norm = norm("mlp_norm") if pre else None
         gate, up = (weight_of(f"layers.{index}.{name}") for name in ("gate", "up"))
         self.gate_up = nnx.List(_paired(gate, up))
-        self.gate_bias = weight("gate_bias") if config.mlp_bias else None
-        self.up_bias = weight("up_bias") if config.mlp_bias else None
+        pair: Any = [
+            weight_of(f"layers.{index}.{x}_bias") for x in ("gate", "up") if config.mlp_bias
+        ]
+        self.gate_up_bias = variable(jnp.stack(pair)) if pair else None
+        self.router = weight("router") if config.experts else None
+        self.router_bias = weight("router_bias") if config.router_bias else None
         self.down = weight("down")
         self.down_bias = weight("down_bias") if config.mlp_bias else None
         self.post_mlp_norm = norm("post_mlp_norm") if post else None
 
     @property
-    def weights(self) -> list[nnx.Variable]:
-        """All matrices."""
+    def weights(self) -> list[Any]:
+        """All matrices, and stacks of them, as variables or `Adapted`."""
         return [*self.qkv, self.o, *self.gate_up, self.down]
 
     @property
@@ -116,7 +120,7 @@ class Block(nnx.Module):
         config = self.config
         if config.norm_placement != "pre" or config.residual_scale != 1:
             return False
-        if config.output_bias or config.mlp_bias:
+        if config.output_bias or config.mlp_bias or config.experts:
             return False
         matrices = self.o, self.down, *self.gate_up
         quantized = all(isinstance(w.get_value(), QuantizedArray) for w in matrices)
@@ -129,7 +133,7 @@ class Block(nnx.Module):
         return self.mlp_norm.get_value()
 
     @property
-    def matrices(self) -> list[Weight]:
+    def matrices(self) -> list[Weight | LowRank]:
         """The weights of queries, keys and values."""
         return [weight.get_value() for weight in self.qkv]
 
@@ -137,7 +141,7 @@ class Block(nnx.Module):
         """Products of the normalized x with the weights of queries, keys and values."""
         normalized = self.normalize(x, self.attention_norm)
         if not self.rounds(x):
-            return products(normalized, self.matrices)
+            return _products(normalized, self.matrices)
         return tuple(self.multiply(normalized, weight) for weight in self.matrices)
 
     def step(
@@ -202,6 +206,7 @@ class Block(nnx.Module):
             implementation=implementation,
             reach=reach,
             softcap=self.config.attention_softcap,
+            sinks=None if self.sinks is None else self.sinks.get_value(),
         )
         return *self.finish(attended, x, following), cache
 
@@ -272,6 +277,8 @@ class Block(nnx.Module):
             return self._finish_in_parts(attended, x, following, self.division)
         out = functools.partial(self.multiply, attended, self.o.get_value(), divided=True)
         x = x + self._result(out, x.dtype, self.o_bias, self.post_attention_norm)
+        if self.router is not None:
+            return self._finish_with_experts(x, following)
         mlp = functools.partial(self.mlp, self.normalize(x, self.mlp_norm))
         x = x + self._result(mlp, x.dtype, self.down_bias, self.post_mlp_norm)
         return x, () if following is None else following.project(x)
@@ -293,6 +300,7 @@ class Block(nnx.Module):
         self, attended: Array, x: Array, following: "Block | None"
     ) -> tuple[Array, tuple[Array, ...]]:
         onward = self._onward(following)
+        activation: Any = self.config.activation  # gpt-oss's only with experts
         out = quantized_block(
             attended,
             x,
@@ -301,7 +309,7 @@ class Block(nnx.Module):
             gate_up=self.gate_up[0].get_value(),
             down=self.down.get_value(),
             following=onward,
-            activation=self.config.activation,
+            activation=activation,
             epsilon=self.config.norm_epsilon,
             lhs_qtype=self.lhs_qtype if self.rounds(x) else None,
         )
@@ -330,6 +338,19 @@ class Block(nnx.Module):
         x = x + added.astype(x.dtype)
         return x, () if following is None else following.project(x)
 
+    def _finish_with_experts(
+        self, x: Array, following: "Block | None"
+    ) -> tuple[Array, tuple[Array, ...]]:
+        """`finish` from the residual stream after attention on, in two calls if possible."""
+        mixture = functools.partial(self.mixture, self.normalize(x, self.mlp_norm))
+        added = self._result(mixture, x.dtype, None, self.post_mlp_norm)
+        onward = self._onward(following)
+        if onward is not None and not self.rounds(x):
+            epsilon = self.config.norm_epsilon
+            return normalized_matmuls(x, added, *onward, epsilon=epsilon)
+        x = x + added
+        return x, () if following is None else following.project(x)
+
     def _onward(self, following: "Block | None") -> tuple[Array, Sequence[QuantizedArray]] | None:
         """The norm and weights of the next block for `quantized_block`, if they are quantized."""
         if following is None or following.attention_norm is None:
@@ -339,10 +360,31 @@ class Block(nnx.Module):
             return None
         return following.attention_norm.get_value(), weights
 
+    def mixture(self, x: Array, dtype: Any) -> Array:
+        """The mixture of experts of a normalized x, on a mesh of those of this device."""
+        assert self.router is not None
+        router_bias = None if self.router_bias is None else self.router_bias.get_value()
+        expert, weight = experts.route(self.config, x, self.router.get_value(), router_bias)
+        down = self.down.get_value()
+        return experts.mix(
+            x,
+            expert,
+            weight,
+            [stack.get_value() for stack in self.gate_up],
+            down,
+            None if self.gate_up_bias is None else self.gate_up_bias.get_value(),
+            None if self.down_bias is None else self.down_bias.get_value(),
+            activation=self.config.activation,
+            offset=None if self.division is None else self.division.first(down.shape[0]),
+            lhs_qtype=self.lhs_qtype if self.rounds(x) else None,
+            dtype=dtype,
+        )
+
     def mlp(self, x: Array, dtype: Any) -> Array:
         """The gated MLP of a normalized x, accumulated in float32 and rounded to `dtype`."""
-        activation, down = self.config.activation, self.down.get_value()
-        if len(self.gate_up) == 1 and not self.rounds(x) and self.gate_bias is None:
+        activation: Any = self.config.activation
+        down = self.down.get_value()
+        if len(self.gate_up) == 1 and not self.rounds(x) and self.gate_up_bias is None:
             gate_up = self.gate_up[0].get_value()
             if isinstance(down, QuantizedArray):
                 options = {"activation": activation, "preferred_element_type": dtype}
@@ -352,17 +394,22 @@ class Block(nnx.Module):
         if isinstance(pair[0], QuantizedArray) and len(pair) == 1:
             pair = [pair[0].select(i) for i in range(2)]
         gate, up = (self.multiply(x, weight, jnp.float32) for weight in pair)
-        gate, up = biased(gate, self.gate_bias), biased(up, self.up_bias)
+        if self.gate_up_bias is not None:
+            biases = self.gate_up_bias.get_value()[:, None, None].astype(gate.dtype)
+            gate, up = gate + biases[0], up + biases[1]
         activate = jax.nn.silu if activation == "silu" else jax.nn.gelu  # its tanh form
         return self.multiply((activate(gate) * up).astype(x.dtype), down, dtype, divided=True)
 
     def multiply(
-        self, x: Array, weight: Weight, dtype: Any = None, *, divided: bool = False
+        self, x: Array, weight: Weight | LowRank, dtype: Any = None, *, divided: bool = False
     ) -> Array:
         """`multiply`, with x rounded to `lhs_qtype` if the weight is quantized and `rounds(x)`.
 
         `divided`: whether each device of a mesh has a part of every token; they share its scale.
         """
+        if isinstance(weight, LowRank):
+            product = self.multiply(x, weight.base, jnp.float32, divided=divided)
+            return weight.add(product, x, dtype or x.dtype)
         if not self.rounds(x) or not isinstance(weight, QuantizedArray):
             return multiply(x, weight, dtype)
         if not divided or self.division is None:
@@ -390,37 +437,38 @@ def biased(x: Array, bias: nnx.Variable | None) -> Array:
     return x if bias is None else x + bias.get_value()[None, None].astype(x.dtype)
 
 
-def multiply(x: Any, weight: Weight, dtype: Any = None) -> Array:
+def multiply(x: Any, weight: Weight | LowRank, dtype: Any = None) -> Array:
     """`x @ weight`, accumulated in float32 and rounded to `dtype`, by default the dtype of x."""
+    if isinstance(weight, LowRank):
+        return weight.add(multiply(x, weight.base, jnp.float32), x, dtype or x.dtype)
     if isinstance(weight, QuantizedArray):
         return quantized_matmul(x, weight, preferred_element_type=dtype)
     product = jnp.matmul(x, weight.astype(x.dtype), preferred_element_type=jnp.float32)
     return product.astype(dtype or x.dtype)
 
 
-def products(x: Array, weights: Sequence[Weight]) -> tuple[Array, ...]:
-    """`x @ weight` for each weight, in one call if they share a format."""
-    quantized = [weight for weight in weights if isinstance(weight, QuantizedArray)]
-    formats = {weight.format for weight in quantized}
-    if len(quantized) == len(weights) and len(formats) == 1:
-        return quantized_matmuls(x, quantized)
-    return tuple(multiply(x, weight) for weight in weights)
-
-
-def variable(weight: Weight) -> nnx.Variable:
-    if isinstance(weight, QuantizedArray):
-        return MatrixVariable(weight)
-    return nnx.Param(jnp.asarray(weight))
+def _products(x: Array, weights: Sequence[Weight | LowRank]) -> tuple[Array, ...]:
+    """`x @ weight` for each weight, in one call, except adapters, if they share a format."""
+    bases = [base_of(weight) for weight in weights]
+    formats = {base.format if isinstance(base, QuantizedArray) else None for base in bases}
+    if len(formats) > 1 or None in formats:
+        return tuple(multiply(x, weight) for weight in weights)
+    adapted = any(isinstance(weight, LowRank) for weight in weights)
+    found = quantized_matmuls(x, bases, preferred_element_type=jnp.float32 if adapted else None)
+    return tuple(
+        weight.add(product, x, x.dtype) if isinstance(weight, LowRank) else product.astype(x.dtype)
+        for product, weight in zip(found, weights, strict=True)
+    )
 
 
 def norm_variable(config: Config, scale: Any) -> nnx.Param:
     return nnx.Param(jnp.asarray(scale).astype(jnp.float32) + config.norm_offset)
 
 
-def _paired(gate: Weight, up: Weight) -> list[nnx.Variable]:
+def _paired(gate: Any, up: Any) -> list[Any]:
     """Gate and up, as one stack (2, width, hidden) if they have the same format."""
     quantized = isinstance(gate, QuantizedArray) and isinstance(up, QuantizedArray)
-    alike = jax.tree.structure(gate) == jax.tree.structure(up) and gate.dtype == up.dtype
-    if quantized and alike:
+    alike = jax.tree.structure(gate) == jax.tree.structure(up)
+    if quantized and alike and gate.dtype == up.dtype:
         return [variable(jax.tree.map(lambda *leaves: jnp.stack(leaves), gate, up))]
     return [variable(gate), variable(up)]

@@ -33,9 +33,11 @@ class Cache(NamedTuple):
         return self.positions.shape[1]
 
     def advance(self, positions: Array) -> "Cache":
-        """Assigns the next slots to tokens at positions (batch, tokens)."""
+        """Assigns the next slots to tokens at positions (batch, tokens); the last slots, if fewer
+        are left."""
         placed = lax.dynamic_update_slice_in_dim(self.positions, positions, self.used, axis=1)
-        return self._replace(positions=placed, used=self.used + positions.shape[1])
+        used = jnp.minimum(self.used + positions.shape[1], self.slots)
+        return self._replace(positions=placed, used=used)
 
     def write(self, layer: int, key: Array, value: Array) -> "Cache":
         """Writes keys and values (batch, tokens, kv_heads, head_size) of a layer to the slots that

@@ -24,12 +24,19 @@ from .._flax.equation import Equation
 from .._flax.recording import Record, RecordingView
 from .._flax.weight_program import run
 from ..quantizers import Statistics, _registry
-from ..quantizers._calibration import Calibration, Results, check_statistics, output_error
+from ..quantizers._calibration import (
+    Calibration,
+    Results,
+    check_statistics,
+    output_error,
+    warn_of_few_rows,
+)
 from ..quantizers._quantize import quantize
 from . import rope
-from .block import Block, Weight
+from .block import Block
 from .cache import make_cache
 from .config import Config
+from .low_rank import Weight
 
 _SEQUENCES = 8  # at the same time
 # Operations whose result can be divided by factors: norms, or the columns of a matrix.
@@ -129,8 +136,12 @@ def calibrated(
     """
     config, tokens = source.config, calibration.batches
     results = Results("load", calibration.folder, {**key, "tokens": _digest(tokens)})
+    if _registry.statistics_of(rounding.quantizer) == "full":
+        features = {name: config.shapes()[name][0] for name, x in rounding.formats.items() if x}
+        widest = max(features, key=lambda name: features[name])
+        warn_of_few_rows("load", widest, tokens.size, features[widest])
     embedding = source.floats("embedding")
-    x = _embedded(embedding, tokens, config.embedding_scale, rounding.dtype)
+    x = embedded(embedding, tokens, config.embedding_scale, rounding.dtype)
     bar = tqdm(range(config.layers), desc="calibrating", disable=not calibration.progress)
     for i in bar:
         names = [name for name in config.shapes() if name.startswith(f"layers.{i}.")]
@@ -168,10 +179,7 @@ class _Block:
     def __init__(self, source: Source, rounding: Rounding, index: int, names: list[str]) -> None:
         self.source, self.rounding, self.index = source, rounding, index
         config = source.config
-        # Equal blocks share a program.
-        self.like = next(
-            i for i in range(index + 1) if config.is_local(i) == config.is_local(index)
-        )
+        self.like = like(config, index)
         self.prefix = f"layers.{index}."
         short = [name.removeprefix(self.prefix) for name in names]
         self.floats = {name: source.floats(self.prefix + name) for name in short}
@@ -260,7 +268,16 @@ class _Block:
             self.floats[bias] = self.floats[bias] / factor
 
 
-def _forward(config: Config, weights: Mapping[str, Any], index: int, x: Array) -> Array:
+def like(config: Config, index: int) -> int:
+    """The first block with the same attention: alike blocks share a program."""
+
+    def kind(i: int) -> tuple[bool, bool]:
+        return config.is_local(i), config.rotates(i)
+
+    return next(i for i in range(index + 1) if kind(i) == kind(index))
+
+
+def forward(config: Config, weights: Mapping[str, Any], index: int, x: Array) -> Array:
     """The residual stream (batch, length, width) after a block."""
     block = Block(config, weights.__getitem__, index)
     batch, length = x.shape[:2]
@@ -283,7 +300,7 @@ def _forward(config: Config, weights: Mapping[str, Any], index: int, x: Array) -
 
 @functools.partial(jax.jit, static_argnames=("config", "index"))
 def _run(weights: dict[str, Array], x: Array, config: Config, index: int) -> Array:
-    return _forward(config, weights, index, x)
+    return forward(config, weights, index, x)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "index", "names", "full"))
@@ -301,7 +318,7 @@ def _recorded(
     for name in names:
         equation = Equation.parse("...k,kn->...n", weights[name].shape)
         views[name] = RecordingView.recording(name, weights[name], equation, record)
-    run(lambda floats: _forward(config, {**weights, **floats}, index, x), views)
+    run(lambda floats: forward(config, {**weights, **floats}, index, x), views)
     return record.statistics
 
 
@@ -321,7 +338,7 @@ def _head_statistics(x: Array, norm: Array, epsilon: float, full: bool) -> Stati
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "dtype"))
-def _embedded(table: Array, tokens: Array, scale: float, dtype: Any) -> Array:
+def embedded(table: Array, tokens: Array, scale: float, dtype: Any) -> Array:
     return (jnp.moveaxis(jnp.take(table, tokens, axis=1), 0, -1) * scale).astype(dtype)
 
 

@@ -4,6 +4,7 @@ import contextlib
 import io
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -60,24 +61,69 @@ class Conversation:
         else:
             self._turns[-1].append(message("assistant", text))
 
+    @property
+    def turns(self) -> list[list[dict[str, str]]]:
+        """The messages of each turn, without the system message."""
+        return self._turns
+
+    def restore(self, turns: Any) -> None:
+        """Continues after turns of another conversation.
+
+        **Raises:** `ValueError` for an object that is no list of turns.
+        """
+        messages = [x for turn in turns for x in turn] if _nested(turns) else [None]
+        for found in messages:
+            fields = found if isinstance(found, dict) else {}
+            if fields.keys() != {"role", "content"} or not all(
+                isinstance(value, str) for value in fields.values()
+            ):
+                raise ValueError("the file of the session has no messages; start a new one.")
+        self._turns = [list(turn) for turn in turns]
+
     def _tokens(self, turns: list[list[dict[str, str]]]) -> list[int]:
         return self._encode([*self._system, *(message for turn in turns for message in turn)])
+
+
+def _nested(turns: Any) -> bool:
+    return isinstance(turns, list) and all(isinstance(turn, list) for turn in turns)
 
 
 def message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-def chat(model: Any, conversation: Conversation, options: dict[str, Any], summary: Any) -> None:
+def chat(
+    model: Any,
+    conversation: Conversation,
+    options: dict[str, Any],
+    summary: Any,
+    path: Path | None = None,
+) -> None:
     """Talks until the input ends. Ctrl-C during a reply ends the reply.
 
     **Arguments:**
 
     - `options`: the options of `stream`; each turn adds 1 to the seed.
     - `summary`: a function from a `Generation` to the notice that follows it.
+    - `path`: None, or the file of a session, which is continued if it exists, and written at the
+      end.
     """
-    session, seed = Session(model), options["seed"]
-    for turn, line in enumerate(_lines()):
+    session = Session(model)
+    if path is not None and path.exists():
+        conversation.restore(session._load(path))
+        console.say(f"continues {path}; turns: {len(conversation.turns)}")
+    try:
+        _talk(session, conversation, options, summary)
+    finally:
+        if path is not None and conversation.turns:
+            session._save(path, True, notes=conversation.turns)
+
+
+def _talk(
+    session: Session, conversation: Conversation, options: dict[str, Any], summary: Any
+) -> None:
+    seed = options["seed"]
+    for turn, line in enumerate(_lines(), len(conversation.turns)):
         try:
             tokens, dropped = conversation.ask(line)
         except ValueError as error:

@@ -7,7 +7,7 @@ import io
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from flax import nnx
 from .._core import activations
 from .._core.dtypes import FLOATS
 from .._core.format import INT4, Format, parse_format
+from ..checkpoint._replace import check_target
 from ..quantizers import Calibration
 from ..quantizers._registry import NAMES as QUANTIZERS
 from ..quantizers._registry import check
@@ -51,12 +52,16 @@ Run = Callable[[argparse.Namespace], None]
 
 def add_chat(parser: argparse.ArgumentParser) -> Run:
     _add_model(parser)
+    _add_adapter(parser)
+    session = "a file that keeps the conversation and its cache: continued if it exists"
+    parser.add_argument("--session", metavar="FILE", help=session)
     _add_drawing(parser, temperature=0.7, min_p=0.05, seed="of the draws; each turn adds 1")
-    return _as_command(_chat)
+    return as_command(_chat)
 
 
 def add_generate(parser: argparse.ArgumentParser) -> Run:
     _add_model(parser)
+    _add_adapter(parser)
     _add_drawing(parser, temperature=0.0, min_p=None, seed="of the draws")
     prompt = "a text, or - for standard input"
     parser.add_argument("--prompt", required=True, metavar="TEXT", help=prompt)
@@ -65,23 +70,26 @@ def add_generate(parser: argparse.ArgumentParser) -> Run:
     logprobs = "print the log-probability of each token, and N likely ones with theirs"
     parser.add_argument("--logprobs", type=int, metavar="N", help=logprobs)
     parser.add_argument("--raw", action="store_true", help="without the chat template")
+    schema = "a JSON schema that the reply follows"
+    parser.add_argument("--schema", metavar="FILE", help=schema)
     _add_json(parser)
-    return _as_command(_generate)
+    return as_command(_generate)
 
 
 def add_perplexity(parser: argparse.ArgumentParser) -> Run:
     _add_model(parser)
+    _add_adapter(parser)
     text = "a text file in UTF-8, or - for standard input"
     parser.add_argument("--text", required=True, metavar="FILE", help=text)
     window = "tokens of a window (512, or the context of a model with a shorter one)"
     parser.add_argument("--context", type=int, metavar="N", help=window)
     _add_json(parser)
-    return _as_command(_perplexity)
+    return as_command(_perplexity)
 
 
 def add_evaluate(parser: argparse.ArgumentParser) -> Run:
     _add_model(parser)
-    also = "more formats to compare, such as int3-g64"
+    also = "more formats to compare, such as int3-g64 or plan.json"
     parser.add_argument("--formats", nargs="+", default=[], metavar="FORMAT", help=also)
     also = "several quantizers, each for every format"
     parser.add_argument("--quantizers", nargs="+", default=[], metavar="NAME", help=also)
@@ -97,7 +105,7 @@ def add_evaluate(parser: argparse.ArgumentParser) -> Run:
     for name, summary in sizes.items():
         parser.add_argument(f"--{name}", type=int, metavar="N", help=summary)
     _add_json(parser)
-    return _as_command(_evaluate)
+    return as_command(_evaluate)
 
 
 def add_bench(parser: argparse.ArgumentParser) -> Run:
@@ -112,19 +120,15 @@ def add_bench(parser: argparse.ArgumentParser) -> Run:
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(flag, type=int, default=default, metavar="N", help="(%(default)s)")
     _add_json(parser)
-    return _as_command(_bench)
+    return as_command(_bench)
 
 
 def _add_model(parser: argparse.ArgumentParser, also: str = "") -> None:
     files = f"a GGUF file, or a folder of safetensors{also}"
     parser.add_argument("model", metavar="MODEL", help=files)
-    parser.add_argument("--format", help="of all matrices, such as int4-g128 (that of the file)")
-    rounds = f"what rounds them to the format: {', '.join(QUANTIZERS)}, or two such as awq+gptq"
-    parser.add_argument("--quantizer", metavar="NAME", help=rounds)
-    calibration = "a text file from which gptq, awq and smoothquant take inputs"
-    parser.add_argument("--calibration", metavar="FILE", help=calibration)
-    samples = "windows of 512 tokens of it (%(default)s)"
-    parser.add_argument("--samples", type=int, default=128, metavar="N", help=samples)
+    formats = "of all matrices, such as int4-g128, or a JSON file of rules such as plan writes"
+    parser.add_argument("--format", help=formats)
+    add_rounding(parser)
     parser.add_argument("--dtype", choices=list(map(str, FLOATS)), help="of the activations")
     inputs = "rounds inputs of products with quantized weights in blocks to this dtype"
     dtypes = [str(dtype) for dtype in activations.VALUES]
@@ -133,6 +137,21 @@ def _add_model(parser: argparse.ArgumentParser, also: str = "") -> None:
     parser.add_argument("--lhs-min-rows", type=int, metavar="N", help=fewer)
     devices = "how many devices to divide the model over"
     parser.add_argument("--devices", type=int, default=1, metavar="N", help=devices)
+
+
+def _add_adapter(parser: argparse.ArgumentParser) -> None:
+    folder = "a folder with a LoRA adapter in PEFT's format, added to the weights"
+    parser.add_argument("--adapter", metavar="DIR", help=folder)
+
+
+def add_rounding(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `calibration_of`, and `--quantizer`."""
+    rounds = f"what rounds them to the format: {', '.join(QUANTIZERS)}, or two such as awq+gptq"
+    parser.add_argument("--quantizer", "--method", metavar="NAME", help=rounds)
+    calibration = "a text file from which gptq, awq and smoothquant take inputs"
+    parser.add_argument("--calibration", metavar="FILE", help=calibration)
+    samples = "windows of 512 tokens of it (%(default)s)"
+    parser.add_argument("--samples", type=int, default=128, metavar="N", help=samples)
 
 
 def _add_drawing(
@@ -159,7 +178,7 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print results as a last line of JSON")
 
 
-def _as_command(command: Run) -> Run:
+def as_command(command: Run) -> Run:
     """Wraps a command: prepares the process, and rewrites errors for the command line."""
 
     def run(options: argparse.Namespace) -> None:
@@ -196,20 +215,41 @@ def _with_options(message: str, options: argparse.Namespace) -> str:
 def _loaded(options: argparse.Namespace, path: Any) -> LanguageModel:
     """The model of a file, or of its header."""
     progress = sys.stderr.isatty()
-    rounding = {"format": _format(options.format), "quantizer": options.quantizer}
-    rounding["calibration"] = _calibration(options, progress)
+    rounding = {**formats_of(options.format), "quantizer": options.quantizer}
+    rounding["calibration"] = calibration_of(options, progress)
+    rounding["adapter"] = getattr(options, "adapter", None)
     return load(path, **rounding, progress=progress, **_decoding(options))
 
 
-def _calibration(options: argparse.Namespace, progress: bool) -> Calibration | None:
+def calibration_of(options: argparse.Namespace, progress: bool) -> Calibration | None:
+    """The inputs for quantizers that read statistics, if the command line names any."""
     if options.calibration is None:
         return None
     text = console.text_of("--calibration", options.calibration)
     return Calibration(text, samples=options.samples, progress=progress)
 
 
-def _format(name: str | None) -> Format | None:
-    return None if name is None else parse_format(name)
+def formats_of(name: str | None, first: Sequence[tuple[str, Any]] = ()) -> dict[str, Any]:
+    """The arguments `format` and `rules` of `load`, for a name of a format or of a file of rules.
+
+    `first`: rules that come first.
+
+    **Raises:** `ValueError` for an unknown name, and for a file that is no JSON object of strings.
+    """
+    if name is None or not name.endswith(".json"):
+        format = None if name is None else parse_format(name)
+        return {"format": format, "rules": list(first) or None}
+    text = console.text_of("--format", name)
+    try:
+        rules = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--format {name}: {error}; write a JSON object.") from None
+    if not isinstance(rules, dict) or not all(isinstance(x, str) for x in rules.values()):
+        raise ValueError(
+            f"--format {name} is no JSON object with names of formats by regular expressions, such "
+            'as {"down$": "int4-g128"}.'
+        )
+    return {"format": None, "rules": [*first, *rules.items()]}
 
 
 def _decoding(options: argparse.Namespace) -> dict[str, Any]:
@@ -244,6 +284,9 @@ def _mesh(devices: int) -> jax.sharding.Mesh | None:
 
 
 def _chat(options: argparse.Namespace) -> None:
+    path = None if options.session is None else Path(options.session)
+    if path is not None:
+        check_target("chat", path, overwrite=True)
     header = open_file(options.model)
     drawing = _drawing(options)
     Request.of("chat", header, logprobs=None, template_options=None, **drawing)
@@ -252,7 +295,7 @@ def _chat(options: argparse.Namespace) -> None:
     conversation.ask("hello")  # raises if the template takes no system message
     conversation.answer(None)
     model = _loaded(options, header)
-    chat(model, conversation, drawing, _summary(options, model))
+    chat(model, conversation, drawing, _summary(options, model), path)
 
 
 def _generate(options: argparse.Namespace) -> None:
@@ -268,7 +311,7 @@ def _generate(options: argparse.Namespace) -> None:
             "drop one of them."
         )
     header = open_file(options.model)
-    drawing = _drawing(options) | {"logprobs": options.logprobs}
+    drawing = _drawing(options) | {"logprobs": options.logprobs, "schema": _schema(options.schema)}
     request = Request.of("generate", header, n=options.n, template_options=None, **drawing)
     prompt: Any = text
     if not options.raw:
@@ -291,6 +334,22 @@ def _generate(options: argparse.Namespace) -> None:
     if options.json:
         found = [_as_json(result) for result in results]
         console.print_json(found if options.n > 1 else found[0])
+
+
+def _schema(path: str | None) -> Any:
+    """The JSON schema in a file.
+
+    **Raises:** `ValueError` for a file that is no object in JSON.
+    """
+    if path is None:
+        return None
+    try:
+        found = json.loads(console.text_of("--schema", path))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"--schema {path} is no JSON: {error}; correct it.") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"--schema {path} is no object in JSON, but a JSON schema is one.")
+    return found
 
 
 def _as_json(result: Generation) -> dict[str, Any]:
@@ -360,9 +419,9 @@ def _evaluate(options: argparse.Namespace) -> None:
     text = console.text_of("--text", options.text)
     header = open_file(options.model)
     windowed(header, text, options.context)
-    for name in [options.format, *options.formats]:
-        _format(name)
     names = [*([options.format] if options.format else []), *options.formats]
+    keep = [(pattern, None) for pattern in options.keep]
+    formats = {name: formats_of(name, keep) for name in names}
     quantizers = [*([options.quantizer] if options.quantizer else []), *options.quantizers]
     for quantizer in quantizers:
         check("evaluate", quantizer)
@@ -374,10 +433,9 @@ def _evaluate(options: argparse.Namespace) -> None:
     for result in evaluate(
         header,
         text,
-        formats=names,
+        formats=formats,
         quantizers=quantizers or [None],
-        calibration=_calibration(options, progress),
-        rules=dict.fromkeys(options.keep) or None,
+        calibration=calibration_of(options, progress),
         progress=progress,
         **{name: getattr(options, name) for name in ("context", "stride", "tokens")},
         **_decoding(options),
@@ -386,6 +444,10 @@ def _evaluate(options: argparse.Namespace) -> None:
         found.append(result._asdict())
     if options.json:
         console.print_json(found)
+
+
+def _random_format(name: str | None) -> Format:
+    return INT4 if name is None else parse_format(name)
 
 
 def _bench(options: argparse.Namespace) -> None:
@@ -405,7 +467,7 @@ def _bench(options: argparse.Namespace) -> None:
                     f"--{name} {value}, but the weights of {options.model} are random, not "
                     "rounded; leave it out, or name a file."
                 )
-        format = None if options.format == "float" else _format(options.format) or INT4
+        format = None if options.format == "float" else _random_format(options.format)
         model = init(config, format, **_decoding(options))
     else:
         model = _loaded(options, header)

@@ -19,9 +19,11 @@ MOST = {
     "kv_heads": 2**14,
     "head_size": 2**14,
     "hidden": 2**22,
+    "experts": 2**14,
     "vocabulary": 2**24,
     "context": 2**31 - 1,
 }
+_MATRICES = ("q", "k", "v", "o", "gate", "up", "down", "embedding", "head")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,7 +196,14 @@ class Config:
     - `attention_bias`, `output_bias`, `mlp_bias`: biases of the query, key and value projections,
       of the output projection, and of the three projections of the MLP.
     - `tied_head`: whether the embedding table is also the head.
-    - `activation`: activation of the gate, `"silu"` or `"gelu_tanh"`.
+    - `activation`: activation of the gate, `"silu"` or `"gelu_tanh"`, or, of experts,
+      `"gpt_oss"`, gpt-oss's (`jaxlowbit.quantized_moe`).
+    - `experts`, `experts_per_token`: in models whose MLPs are mixtures of experts, the number of
+      experts and the number that each token takes; `hidden` is the width of one. 0 for one MLP.
+    - `normalized_experts`: whether the weights of the experts of a token are divided by their sum.
+      A weight is the softmax of the router's logits, in float32.
+    - `router_bias`: whether the router has a bias.
+    - `sinks`: whether each head has a logit, `sinks`, in the denominator of its softmax.
     - `norm_placement`: norms of the inputs of attention and MLP (`"pre"`), of their results
       (`"post"`), or of both (`"pre_and_post"`).
     - `norm_offset`: added to the scales of all norms.
@@ -239,6 +248,11 @@ class Config:
     mlp_bias: bool = False
     tied_head: bool = False
     activation: Activation = "silu"
+    experts: int = 0
+    experts_per_token: int = 0
+    normalized_experts: bool = True
+    router_bias: bool = False
+    sinks: bool = False
     norm_placement: NormPlacement = "pre"
     norm_offset: float = 0.0
     embedding_scale: float = 1.0
@@ -254,12 +268,14 @@ class Config:
     def __post_init__(self) -> None:
         _one_of("Config", "architecture", self.architecture, tuple(ARCHITECTURES))
         for name, most in MOST.items():
-            _size("Config", name, getattr(self, name), most)
+            if name != "experts" or self.experts != 0:
+                _size("Config", name, getattr(self, name), most)
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"Config: heads={self.heads} and kv_heads={self.kv_heads}, but heads of queries "
                 "share those of keys equally; kv_heads divides heads."
             )
+        self._check_experts()
         _one_of("Config", "qk_norm", self.qk_norm, (None, *get_args(QkNorm)))
         _one_of("Config", "activation", self.activation, get_args(Activation))
         _one_of("Config", "norm_placement", self.norm_placement, get_args(NormPlacement))
@@ -269,7 +285,10 @@ class Config:
             if getattr(self, name) is not None:
                 _positive("Config", name, getattr(self, name))
         _number("Config", "norm_offset", self.norm_offset)
-        for name in ("attention_bias", "output_bias", "mlp_bias", "tied_head"):
+        for name in (
+            *("attention_bias", "output_bias", "mlp_bias", "tied_head"),
+            *("normalized_experts", "router_bias", "sinks"),
+        ):
             _one_of("Config", name, getattr(self, name), (False, True))
         if self.window is not None:
             _size("Config", "window", self.window, MOST["context"])
@@ -283,6 +302,23 @@ class Config:
                         f"Config: {name} has the token {token!r}, but tokens are integers from 0 "
                         f"to {self.vocabulary - 1}; name one of the vocabulary."
                     )
+
+    def _check_experts(self) -> None:
+        if self.experts:
+            _size("Config", "experts_per_token", self.experts_per_token, self.experts)
+            return
+        off = {"experts_per_token": 0, "router_bias": False}
+        for name, value in off.items():
+            if getattr(self, name) != value:
+                raise ValueError(
+                    f"Config: {name}={getattr(self, name)!r} without experts; set experts, or "
+                    f"leave {name} out."
+                )
+        if self.activation == "gpt_oss":
+            raise ValueError(
+                "Config: activation='gpt_oss' without experts, whose activation it is; set "
+                "experts, or use 'silu'."
+            )
 
     def _check_layers(self) -> None:
         for name in ("window_layers", "rope_layers"):
@@ -393,6 +429,7 @@ class Config:
         """The shape of every weight, by name; matrices are (in, out).
 
         The embedding is (width, vocabulary), and so is the head, which a tied model does not have.
+        Weights of experts have a leading axis, as in (experts, width, hidden).
 
         ```python
         config.shapes()["layers.0.q"]
@@ -400,15 +437,22 @@ class Config:
         """
         queries, keys = self.heads * self.head_size, self.kv_heads * self.head_size
         width, hidden = self.width, self.hidden
+        lead = (self.experts,) if self.experts else ()
         layer: dict[str, tuple[int, ...]] = {
             "q": (width, queries),
             "k": (width, keys),
             "v": (width, keys),
             "o": (queries, width),
-            "gate": (width, hidden),
-            "up": (width, hidden),
-            "down": (hidden, width),
+            "gate": (*lead, width, hidden),
+            "up": (*lead, width, hidden),
+            "down": (*lead, hidden, width),
         }
+        if self.experts:
+            layer |= {"router": (width, self.experts)}
+        if self.router_bias:
+            layer |= {"router_bias": (self.experts,)}
+        if self.sinks:
+            layer |= {"sinks": (self.heads,)}
         if self.norm_placement != "post":
             layer |= {"attention_norm": (width,), "mlp_norm": (width,)}
         if self.norm_placement != "pre":
@@ -418,7 +462,8 @@ class Config:
         if self.output_bias:
             layer |= {"o_bias": (width,)}
         if self.mlp_bias:
-            layer |= {"gate_bias": (hidden,), "up_bias": (hidden,), "down_bias": (width,)}
+            layer |= {"gate_bias": (*lead, hidden), "up_bias": (*lead, hidden)}
+            layer |= {"down_bias": (*lead, width)}
         if self.qk_norm == "head":
             layer |= {"q_norm": (self.head_size,), "k_norm": (self.head_size,)}
         if self.qk_norm == "all":
@@ -430,6 +475,23 @@ class Config:
         if not self.tied_head:
             shapes["head"] = (width, self.vocabulary)
         return shapes
+
+    def matrices(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the weights that formats quantize: matrices, and stacks of them.
+
+        A router stays float32.
+
+        ```python
+        config.matrices()["layers.0.q"]
+        ```
+        """
+        return {name: shape for name, shape in self.shapes().items() if is_matrix(name)}
+
+
+def is_matrix(name: str) -> bool:
+    """Whether a weight of this name is a matrix or a stack of matrices, and no router."""
+    last = name.rpartition(".")[2]
+    return last in _MATRICES
 
 
 def check_config(caller: str, config: object) -> None:

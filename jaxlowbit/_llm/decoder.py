@@ -30,9 +30,11 @@ from .._core.format import Format
 from .._flax import arguments
 from .._matmul.quantized_lhs import least_rows
 from . import attention, rope
-from .block import Block, Weight, multiply, norm_variable, variable
+from .block import Block, multiply, norm_variable
 from .cache import Cache, cache_specs, make_cache
 from .config import Config, check_config
+from .low_rank import LowRank, Weight, base_of, variable
+from .sampling import first_largest
 from .sharding import Division
 
 
@@ -43,11 +45,13 @@ class Decoder(nnx.Module):
 
     - `config`: sizes and kinds.
     - `weights`: by name. Matrices are (in, out), quantized or float: `layers.N.{q,k,v,o}`,
-      `layers.N.{gate,up,down}`, `head` (width, vocabulary) unless `config.tied_head`, and
-      `embedding` (width, vocabulary), whose columns are looked up. Vectors are floats:
+      `layers.N.{gate,up,down}`, with experts stacks (experts, in, out), `head` (width, vocabulary)
+      unless `config.tied_head`, and `embedding` (width, vocabulary), whose columns are looked up.
+      Vectors are floats:
       `layers.N.{attention_norm,mlp_norm}`, `final_norm`, and, if the configuration has them,
       `layers.N.{q,k,v,o,gate,up,down}_bias`, `layers.N.{q,k}_norm`, `layers.N.{q,k}_all_norm` and
-      `layers.N.post_{attention,mlp}_norm`; `Config.shapes` lists them.
+      `layers.N.post_{attention,mlp}_norm`, `layers.N.sinks`; so is `layers.N.router` (width,
+      experts). `Config.shapes` lists them.
     - `dtype`: float32, bfloat16 or float16, of activations and the cache.
     - `lhs_qtype`: None, or `jnp.int8` or `jnp.float8_e4m3fn`, to round the inputs of products with
       quantized matrices of blocks to, with a scale per token (`quantize_activations`). Embedding
@@ -75,7 +79,7 @@ class Decoder(nnx.Module):
     def __init__(
         self,
         config: Config,
-        weights: Mapping[str, Weight],
+        weights: Mapping[str, Weight | LowRank],
         *,
         dtype: Any = jnp.bfloat16,
         lhs_qtype: Any = None,
@@ -109,7 +113,7 @@ class Decoder(nnx.Module):
         device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
         if self.lhs_qtype is None or device.platform != "gpu":
             return 1
-        matrices = [w.get_value() for block in self.blocks for w in block.weights]
+        matrices = [base_of(w.get_value()) for block in self.blocks for w in block.weights]
         quantized = [w for w in matrices if isinstance(w, QuantizedArray)]
         return max((least_rows(self.lhs_qtype, w) for w in quantized), default=1)
 
@@ -128,7 +132,7 @@ class Decoder(nnx.Module):
     def _formats(self) -> dict[str, Format | None]:
         """The formats of the matrices that are sharded along k, by name."""
         matrices = {
-            f"layers.{i}.{name}": getattr(block, name).get_value()
+            f"layers.{i}.{name}": base_of(getattr(block, name).get_value())
             for i, block in enumerate(self.blocks)
             for name in ("o", "down")
         }
@@ -228,7 +232,7 @@ class Decoder(nnx.Module):
                 self.dtype, config.heads // parts, config.kv_heads // parts, config.head_size
             ),
             cached=cached,
-            softcap=config.attention_softcap is not None,
+            plain=config.attention_softcap is not None or config.sinks,
         )
         x = self.embed(tokens)
         products = self.blocks[0].project(x)
@@ -251,25 +255,45 @@ class Decoder(nnx.Module):
         """The embeddings (batch, length, width) of tokens, scaled."""
         table = self.embedding.get_value()
         if self.division is None:
-            x = take(table, tokens)
-        else:
-            own, there = self.division.own_columns(tokens, self.config.vocabulary, table.shape[-1])
-            x = self.division.add(jnp.where(there[..., None], take(table, own), 0))
-        return (x * self.config.embedding_scale).astype(self.dtype)
+            return (take(table, tokens) * self.config.embedding_scale).astype(self.dtype)
+        own, there = self.division.own_columns(tokens, self.config.vocabulary, table.shape[-1])
+        x = jnp.where(there[..., None], take(table, own), 0)
+        x = x * self.config.embedding_scale
+        if tokens.shape[-1] > 1:
+            return self.division.add(x).astype(self.dtype)
+        return self.division.add_rows(x, self.dtype)
 
     def logits(self, x: Array) -> Array:
         """The logits, float32 (..., vocabulary), for a result of `forward` (..., width)."""
+        return self.joined(self.divided_logits(x))
+
+    def divided_logits(self, x: Array) -> Array:
+        """The logits, float32 (..., vocabulary); on several devices, with padding, and each device
+        has those of its part of the vocabulary."""
         if self.division is None:
             return self._logits(x)
-        whole = jax.P()
-        local = self.division.on_each(Decoder._logits, self, in_specs=(whole,), out_specs=whole)
+        columns = jax.P(*[None] * (x.ndim - 1), self.division.axis)
+        local = self.division.on_each(Decoder._logits, self, in_specs=(jax.P(),), out_specs=columns)
         return local(x)
+
+    def joined(self, logits: Array) -> Array:
+        """The logits (..., vocabulary) on every device, of `divided_logits`."""
+        if (division := self.division) is None:
+            return logits
+        join = functools.partial(division.join_columns, columns=self.config.vocabulary)
+        return division.on_columns(join, logits, jax.P())
+
+    def largest(self, logits: Array) -> tuple[Array, Array]:
+        """The largest of the logits of each sequence (batch,), of `divided_logits`, and the first
+        tokens that have them. NaN counts as the largest."""
+        if (division := self.division) is None:
+            return first_largest(logits)
+        local = functools.partial(division.argmax, columns=self.config.vocabulary)
+        return division.on_columns(local, logits, (jax.P(), jax.P()))
 
     def _logits(self, x: Array) -> Array:
         head = self.embedding if self.head is None else self.head
         logits = multiply(x, head.get_value(), jnp.float32)
-        if self.division is not None:
-            logits = self.division.join_columns(logits, self.config.vocabulary)
         if self.config.logit_scale != 1:
             logits = logits * self.config.logit_scale
         cap = self.config.logit_softcap
@@ -283,7 +307,7 @@ def take(table: Weight, tokens: Array) -> Array:
     return jnp.moveaxis(jnp.take(table.astype(jnp.float32), tokens, axis=1), 0, -1)
 
 
-def check(config: Config, weights: Mapping[str, Weight]) -> None:
+def check(config: Config, weights: Mapping[str, Weight | LowRank]) -> None:
     """Raises for weights that do not match a configuration."""
     check_config("Decoder", config)
     if not isinstance(weights, Mapping):
@@ -298,7 +322,7 @@ def check(config: Config, weights: Mapping[str, Weight]) -> None:
             shown = ", ".join(sorted(names)[:8]) + (", ..." if len(names) > 8 else "")
             raise ValueError(f"Decoder: {len(names)} weights {what}: {shown}.")
     for name, shape in expected.items():
-        if not isinstance(weights[name], QuantizedArray):
+        if not isinstance(weights[name], QuantizedArray | LowRank):
             checks.shaped("Decoder", name, weights[name])
         if tuple(weights[name].shape) != shape:
             raise ValueError(

@@ -20,7 +20,8 @@ _HARMLESS = {
         unsloth_version""",
     "training": """
         attention_dropout embd_pdrop embedding_dropout gradient_checkpointing hidden_dropout
-        initializer_range pretraining_tp resid_pdrop tf_legacy_loss use_bfloat16""",
+        initializer_range output_router_logits pretraining_tp resid_pdrop router_aux_loss_coef
+        router_jitter_noise tf_legacy_loss use_bfloat16""",
     "choices between implementations of the same computation": """
         _attn_implementation _attn_implementation_autoset _attn_implementation_internal
         _experts_implementation _experts_implementation_internal _flash_attn_2_enabled
@@ -75,7 +76,12 @@ _FEATURES = (
     ),
     _Feature(
         "num_experts num_local_experts n_routed_experts num_experts_per_tok moe_intermediate_size",
-        "the decoder here has no experts",
+        "this architecture has no experts",
+    ),
+    _Feature(
+        "decoder_sparse_step mlp_only_layers",
+        "the decoder here has experts in every layer",
+        (1, []),
     ),
     _Feature("pruned_heads per_layer_config", "all layers of the decoder here are alike"),
     _Feature(

@@ -44,10 +44,9 @@ def evaluate(
     header: Any,
     text: str | Sequence[int],
     *,
-    formats: Sequence[str],
+    formats: Mapping[str, Mapping[str, Any]],
     quantizers: Sequence[str | None] = (None,),
     calibration: Any = None,
-    rules: Any = None,
     context: int | None = None,
     stride: int | None = None,
     tokens: int | None = None,
@@ -61,21 +60,22 @@ def evaluate(
     - `header`: from `open_file`.
     - `text`, `context`, `stride`: as for `perplexity`; `tokens`: their number, None for all.
     - `calibration`: as for `load`, for the quantizers that read statistics.
-    - `formats`, `quantizers`, `rules`, `decoding`: arguments of `load`.
+    - `formats`: by name, the arguments `format` and `rules` of `load`.
+    - `quantizers`, `decoding`: arguments of `load`.
 
     **Raises:** the errors of `load` and `perplexity`.
     """
     begin, found, context = windowed(header, text, context)
     found = [*begin.tolist(), *found[: None if tokens is None else tokens + 1].tolist()]
-    options = {"context": context, "stride": stride, "progress": progress}
+    windows = {"context": context, "stride": stride, "progress": progress}
     reference = load(header, progress=progress, **decoding)
-    yield _measured(reference, found, None, None, reference, options)
-    for format in formats:
+    yield _measured(reference, found, None, None, reference, windows)
+    for format, rounding in formats.items():
         for quantizer in quantizers:
             given = calibration if reads_statistics(quantizer) else None
-            rounding = {"format": format, "quantizer": quantizer, "rules": rules}
-            model = load(header, **rounding, calibration=given, progress=progress, **decoding)
-            yield _measured(model, found, format, quantizer, reference, options)
+            options = {"quantizer": quantizer, "calibration": given, "progress": progress}
+            model = load(header, **rounding, **options, **decoding)
+            yield _measured(model, found, format, quantizer, reference, windows)
 
 
 def reads_statistics(quantizer: str | None) -> bool:

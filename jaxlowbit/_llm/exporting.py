@@ -18,7 +18,7 @@ from . import compressed, ggml_blocks
 from .architectures import ARCHITECTURES
 from .config import Config
 from .gguf_file import File
-from .saved import TOKENIZER, copy_tokenizer, source_of, weights_of
+from .saved import TOKENIZER, copy_tokenizer, source_of, without_adapter
 
 KINDS = ("gguf", "compressed-tensors")
 
@@ -29,7 +29,12 @@ def write_export(
     """Writes a model in the format of another engine; arguments and errors as for `export`."""
     check_target("export", path, overwrite)
     source = source_of("export", tokenizer)
-    config, weights = weights_of(decoder)
+    config, weights = without_adapter("export", decoder)
+    if config.experts:
+        raise ValueError(
+            f"export: the model has {config.experts} experts in each layer, which are not written; "
+            "keep the file that it came from, or save the model."
+        )
     if kind == "gguf":
         metadata = _gguf_source(source)
         with new_file("export", path, overwrite) as file:

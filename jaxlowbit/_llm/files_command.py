@@ -21,8 +21,8 @@ from ..checkpoint._files import read_folder
 from ..checkpoint._load import open_folder
 from ..checkpoint._replace import check_target
 from ..checkpoint._saved import hashes_of, is_saved, read_saved
-from ..quantizers._registry import NAMES as QUANTIZERS
 from . import console, exporting
+from .command import add_rounding, as_command, calibration_of, formats_of
 from .gguf_file import open_gguf
 from .language_model import LanguageModel, export, load, open_file, save
 
@@ -32,18 +32,17 @@ Run = Callable[[argparse.Namespace], None]
 
 def add_quantize(parser: argparse.ArgumentParser) -> Run:
     _add_source(parser)
-    name = "of all matrices, such as int4-g64; jaxlowbit info lists the formats"
+    name = "of all matrices, such as int4-g64 (jaxlowbit info lists them), or plan.json"
     parser.add_argument("--format", required=True, help=name)
     rules = "another format for matrices whose names match, or float; may be repeated"
     parser.add_argument("--rule", action="append", default=[], metavar="REGEX=FORMAT", help=rules)
-    rounds = "what rounds them to the format"
-    parser.add_argument("--quantizer", "--method", choices=QUANTIZERS, help=rounds)
-    return _quantize
+    add_rounding(parser)
+    return as_command(_quantize)
 
 
 def add_convert(parser: argparse.ArgumentParser) -> Run:
     _add_source(parser)
-    return _convert
+    return as_command(_convert)
 
 
 def add_inspect(parser: argparse.ArgumentParser) -> Run:
@@ -55,7 +54,7 @@ def add_inspect(parser: argparse.ArgumentParser) -> Run:
 def add_verify(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument("path", metavar="PATH", help="a folder that quantize or convert wrote")
     _add_json(parser)
-    return _verify
+    return as_command(_verify)
 
 
 def _add_source(parser: argparse.ArgumentParser) -> None:
@@ -79,8 +78,10 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
 
 def _quantize(options: argparse.Namespace) -> None:
     rules = [_rule(text) for text in options.rule]
-    format = parse_format(options.format)
-    _write(options, format=format, rules=rules or None, quantizer=options.quantizer)
+    formats = formats_of(options.format, rules)
+    calibration = calibration_of(options, sys.stderr.isatty())
+    rounding = {"quantizer": options.quantizer, "calibration": calibration}
+    _write(options, **formats, **rounding)
 
 
 def _rule(text: str) -> tuple[str, Any]:
@@ -97,10 +98,7 @@ def _convert(options: argparse.Namespace) -> None:
 def _write(options: argparse.Namespace, **rounding: Any) -> None:
     """Loads SRC, writes DST, and prints the report."""
     target, progress = Path(options.target), sys.stderr.isatty()
-    try:
-        check_target("jaxlowbit", target, options.overwrite)
-    except ValueError as error:
-        raise ValueError(str(error).replace("pass overwrite=True", "pass --overwrite")) from None
+    check_output(target, options.overwrite)
     header = open_file(options.source)
     dtype = _float_dtype(header)
     model = load(
@@ -112,6 +110,14 @@ def _write(options: argparse.Namespace, **rounding: Any) -> None:
     else:
         export(model, target, options.to, **writing)
     _print_report(options, model, target)
+
+
+def check_output(target: Path, overwrite: bool) -> None:
+    """`check_target` for a command with the option `--overwrite`."""
+    try:
+        check_target("jaxlowbit", target, overwrite)
+    except ValueError as error:
+        raise ValueError(str(error).replace("pass overwrite=True", "pass --overwrite")) from None
 
 
 def _float_dtype(header: Any) -> Any:

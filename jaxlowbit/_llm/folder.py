@@ -18,8 +18,7 @@ def check_folder(folder: Path) -> None:
         base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
         raise ValueError(
             f"{folder} is a PEFT adapter of {base!r} (adapter_config.json), not a whole model; "
-            "merge it into its model with peft's merge_and_unload() and save_pretrained(), and "
-            "name that folder."
+            "load its model with llm.load(model, adapter=folder), or --adapter of the commands."
         )
     if not there("config.json"):
         if files := there("*.gguf"):

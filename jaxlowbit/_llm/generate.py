@@ -11,6 +11,7 @@ from .language_model import LanguageModel, check_model
 from .programs import Drawn, Kept
 from .prompts import Prompt, batch, is_single
 from .sampling import SEED_RULE, Sampling
+from .schema import Schema
 from .text import Text
 
 
@@ -62,6 +63,7 @@ def generate(
     stop: str | Sequence[str] = (),
     n: int = 1,
     logprobs: int | None = None,
+    schema: Mapping[str, Any] | None = None,
     template_options: Mapping[str, Any] | None = None,
 ) -> Any:
     """Generates text after a prompt, or after each prompt of a batch.
@@ -94,6 +96,9 @@ def generate(
       of `n` instead of each `Generation`, and `temperature` must be above 0.
     - `logprobs`: for `Generation.logprobs`: the number of top tokens to report for each token; 0
       reports only the chosen token's log-probability, None nothing.
+    - `schema`: None, or a JSON schema as a mapping: the text is JSON of this form, if it ends
+      before `max_new_tokens`. Tokens are sampled one by one, and `logprobs` are those of the
+      allowed tokens. Needs the extra `llm-json`, and the tokenizer of a loaded model.
     - `template_options`: variables for the template of a chat, such as
       `{"enable_thinking": False}`.
 
@@ -127,6 +132,7 @@ def generate(
             stop=stop,
             n=n,
             logprobs=logprobs,
+            schema=schema,
             template_options=template_options,
         ),
         prompt,
@@ -148,12 +154,13 @@ def stream(
     seed: int = 0,
     stop: str | Sequence[str] = (),
     logprobs: int | None = None,
+    schema: Mapping[str, Any] | None = None,
     template_options: Mapping[str, Any] | None = None,
 ) -> Generator[Any, None, Generation]:
     """Generates like `generate` after one prompt, and yields the text as it is generated.
 
-    Tokens come in groups that grow from 1 to 32. Text that may become a stop string, and incomplete
-    characters, are delayed. Closing the iterator ends the generation.
+    Tokens come in groups that grow from 1, on a GPU from 8, to 32. Text that may become a stop
+    string, and incomplete characters, are delayed. Closing the iterator ends the generation.
 
     **Returns:** a generator of strings, or of lists of tokens without a tokenizer. It returns the
     `Generation` (`result = yield from stream(...)`).
@@ -182,6 +189,7 @@ def stream(
             seed=seed,
             stop=stop,
             logprobs=logprobs,
+            schema=schema,
             template_options=template_options,
         ),
         prompt,
@@ -200,6 +208,7 @@ class Request(NamedTuple):
     n: int
     logprobs: int | None
     template_options: Mapping[str, Any] | None
+    schema: Schema | None
 
     @classmethod
     def of(
@@ -213,6 +222,7 @@ class Request(NamedTuple):
         logprobs: Any,
         template_options: Any,
         n: Any = 1,
+        schema: Any = None,
         **sampling: Any,
     ) -> "Request":
         """`model` may be the header of a file, to check options before weights are read.
@@ -239,7 +249,8 @@ class Request(NamedTuple):
                 'mapping from names of variables to values, such as {"enable_thinking": False}.'
             )
         stops = _stops(caller, model, stop)
-        others = n, logprobs, template_options
+        found = None if schema is None else Schema.of(caller, model, schema)
+        others = n, logprobs, template_options, found
         return cls(caller, model, max_new_tokens, drawing, seed, stops, *others)
 
     def encoded(self, prompts: Any) -> list[list[int]]:
@@ -323,6 +334,7 @@ def _generation(
         request.seed,
         n=n,
         logprobs=request.logprobs,
+        masks=None if request.schema is None else request.schema.masks(len(rows)),
         kept=kept,
         growing=growing,
         caller=request.caller,

@@ -10,7 +10,8 @@ import numpy as np
 from ..checkpoint._warn import warn_of_file
 from . import ggml_types
 from .architectures import ARCHITECTURES, Architecture, Gguf, every_nth, fused, weight_name
-from .config import MOST, Config, RopeScaling
+from .config import MOST, Config, RopeScaling, is_matrix
+from .expert_tensors import lists_of, stored_shape
 from .gguf_file import AGAIN, FLOATS, File, Metadata, Tensor, short
 from .gguf_file import open_gguf as open_gguf
 
@@ -27,7 +28,7 @@ _FEATURES = (
     (
         r"experts?_.*|moe_.*|interleave_moe_layer_step|leading_dense_block_count|hash_layer_count"
         r"|router_logit_softcapping",
-        "the decoder here has no experts",
+        "the decoder here has no such experts",
     ),
     (
         r"(ssm|kda|wkv|shortconv|hyper_connection|posnet|convnext|altup)\..*|time_.*_extra_dim"
@@ -92,7 +93,7 @@ def config_of(file: File) -> Config:
         "norm_epsilon": known.need("attention.layer_norm_rms_epsilon", "a number"),
         "rope_base": known.get("rope.freq_base", "a number", 10000.0),
         "rope_pairs": names.rope_pairs,
-        "rope_scaling": _scaling(file, known, sizes["context"], entry),
+        "rope_scaling": _scaling(file, known, sizes["context"], entry, names),
         "attention_bias": "layers.0.q_bias" in stored,
         "output_bias": "layers.0.o_bias" in stored,
         "mlp_bias": "layers.0.down_bias" in stored,
@@ -101,6 +102,7 @@ def config_of(file: File) -> Config:
         "logit_softcap": known.get("final_logit_softcapping", "a number") or None,
         "bos": general.get("tokenizer.ggml.bos_token_id", "an integer"),
     }
+    fields |= _experts(known, names, sizes["hidden"])
     fields |= _layers(known, entry, sizes["layers"], sizes["context"])
     if entry.local_rope_base is not None:
         shared = entry.local_rope_base == "global"
@@ -164,6 +166,37 @@ def _sizes(known: Metadata) -> dict[str, Any]:
     }
 
 
+def _experts(known: Metadata, names: Gguf, hidden: int) -> dict[str, Any]:
+    """Fields of a `Config` for experts; none for a model without.
+
+    Files name the gating functions of llama.cpp: softmax over all experts (1) or over those of a
+    token (3), whose weights then are the same, because their sum is 1.
+    """
+    keys = {key for key in names.reads if key.startswith("expert_")}
+    found = {key: known.get(key, "an integer") or 0 for key in sorted(keys & _COUNTS)}
+    count, used = found.get("expert_count", 0), found.get("expert_used_count", 0)
+    if bool(count) != bool(used):
+        raise ValueError(
+            f"{known.path}: '{known.prefix}expert_count' is {count} and "
+            f"'{known.prefix}expert_used_count' is {used}, but both are above 0 or both 0; {AGAIN}."
+        )
+    if not count:
+        return {}
+    fields = {"experts": count, "experts_per_token": used}
+    if "expert_feed_forward_length" in keys:
+        fields["hidden"] = found["expert_feed_forward_length"] or hidden
+        function = known.get("expert_gating_func", "an integer", 0)
+        if function not in (0, 1, 3):
+            raise ValueError(
+                f"{known.path}: '{known.prefix}expert_gating_func' is {function}, but the decoder "
+                "here has softmax, 1 or 3; use another model."
+            )
+    if "expert_weights_norm" in keys:
+        fields["normalized_experts"] = known.get("expert_weights_norm", "true or false", True)
+    return fields
+
+
+_COUNTS = {"expert_count", "expert_used_count", "expert_feed_forward_length"}
 _HEAD_SIZES = {
     "attention.value_length": "head",
     "attention.key_length_swa": "head",
@@ -280,7 +313,9 @@ def _layers(known: Metadata, entry: Architecture, layers: int, context: int) -> 
 _ORIGINAL = "rope.scaling.original_context_length"
 
 
-def _scaling(file: File, known: Metadata, context: int, entry: Architecture) -> RopeScaling | None:
+def _scaling(
+    file: File, known: Metadata, context: int, entry: Architecture, names: Gguf
+) -> RopeScaling | None:
     """The scaling of the rotation, by llama.cpp's defaults.
 
     A factor without a type is linear; `rope.scale_linear` is its older key. The model was trained
@@ -309,7 +344,8 @@ def _scaling(file: File, known: Metadata, context: int, entry: Architecture) -> 
         )
     try:
         if kind == "yarn":
-            yarn = RopeScaling("yarn", factor, original, **_yarn(known))
+            fields = _yarn(known)
+            yarn = RopeScaling("yarn", factor, original, truncate=names.yarn_truncate, **fields)
             return yarn if own == 1 else replace(yarn, attention_factor=own * yarn.amplitude)
         if long:
             return RopeScaling(
@@ -370,8 +406,8 @@ def _factors(file: File, name: str) -> tuple[float, ...]:
 _IGNORED = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 
 
-def weights_of(file: File, config: Config) -> dict[str, Tensor]:
-    """The tensor of each weight that a configuration needs, checked.
+def weights_of(file: File, config: Config) -> dict[str, Any]:
+    """The tensor of each weight that a configuration needs, checked; of experts a list of them.
 
     **Raises:** `ValueError` for tensors that are missing, unknown, of another shape, or of a type
     that no format represents, with the name of the first one.
@@ -393,20 +429,47 @@ def weights_of(file: File, config: Config) -> dict[str, Tensor]:
                 "here knows it, and leaving it out would change the model; use another model."
             )
     expected = config.shapes()
-    found = _parts(file, found, expected)
-    if missing := [name for name in expected if name not in found]:
+    weights = lists_of(file.path, _parts(file, found, expected), config.experts)
+    if missing := [name for name in expected if name not in weights]:
         raise ValueError(
             f"{file.path}: {len(missing)} weights of {len(expected)} are missing, the first is "
             f"{missing[0]!r}; {AGAIN}."
         )
-    if extra := [name for name in found if name not in expected]:
+    if extra := [name for name in weights if name not in expected]:
+        first = weights[extra[0]]
+        where = file.where(first[0] if isinstance(first, list) else first)
         raise ValueError(
-            f"{file.where(found[extra[0]])} is beyond what the metadata says, "
-            f"{config.layers} layers; {AGAIN}."
+            f"{where} is beyond what the metadata says, {config.layers} layers; {AGAIN}."
         )
     for name, shape in expected.items():
-        _check(file, found[name], shape)
-    return {name: found[name] for name in expected}
+        if len(shape) == 3 and not isinstance(weights[name], list):
+            weights[name] = _single(file, weights[name], shape)
+        for tensor in weights[name] if isinstance(weights[name], list) else [weights[name]]:
+            _check(file, tensor, stored_shape(name, shape), is_matrix(name))
+    return {name: weights[name] for name in expected}
+
+
+def whole(tensors: list[Tensor]) -> Tensor | None:
+    """The tensor that these matrices (out, in) are parts of, as one matrix; None if of several."""
+    first = tensors[0]
+    if any(tensor.name != first.name for tensor in tensors):
+        return None
+    rows, k = first.shape
+    count = len(tensors)
+    return first._replace(shape=(count * rows, k), nbytes=count * first.nbytes)
+
+
+def _single(file: File, tensor: Tensor, shape: tuple[int, ...]) -> list[Tensor]:
+    """The matrices of a stack (experts, out, in)."""
+    experts, k, n = shape
+    if tensor.shape != (experts, n, k):
+        raise ValueError(
+            f"{file.where(tensor)} has the shape {tensor.shape}, but the metadata "
+            f"asks for {(experts, n, k)}; {AGAIN}."
+        )
+    size = tensor.nbytes // experts
+    starts = (tensor.start + i * size for i in range(experts))
+    return [tensor._replace(start=start, nbytes=size, shape=(n, k)) for start in starts]
 
 
 def _parts(
@@ -424,7 +487,7 @@ def _parts(
             found[name] = tensor
             continue
         rows = [shapes[part][1] for part in parts]
-        _check(file, tensor, (shapes[parts[0]][0], sum(rows)))
+        _check(file, tensor, (sum(rows), shapes[parts[0]][0]), True)
         if both := [part for part in parts if part in tensors]:
             raise ValueError(
                 f"{file.path}: tensors {tensors[both[0]].name!r} and {tensor.name!r} have the same "
@@ -463,17 +526,18 @@ def _is_factor(file: File, name: str) -> bool:
     return last in ("scale", "input_scale") and matrix is not None and matrix.kind == "NVFP4"
 
 
-def _check(file: File, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    if tensor.shape != shape[::-1]:
+def _check(file: File, tensor: Tensor, shape: tuple[int, ...], matrix: bool) -> None:
+    """Raises unless a tensor has this shape and a type for a matrix, or for others floats."""
+    if tensor.shape != shape:
         raise ValueError(
             f"{file.where(tensor)} has the shape {tensor.shape}, but the metadata "
-            f"asks for {shape[::-1]}; {AGAIN}."
+            f"asks for {shape}; {AGAIN}."
         )
-    if tensor.kind in FLOATS or (len(shape) == 2 and tensor.kind in ggml_types.TYPES):
+    if tensor.kind in FLOATS or (matrix and tensor.kind in ggml_types.TYPES):
         return
-    if len(shape) == 1:
+    if not matrix:
         raise ValueError(
-            f"{file.where(tensor)} is {tensor.kind}, but norms and biases are "
+            f"{file.where(tensor)} is {tensor.kind}, but norms, biases and routers are "
             f"{', '.join(FLOATS)}; convert the model again."
         )
     raise ValueError(

@@ -28,7 +28,10 @@ from .architectures import (
 )
 from .config import MOST, Config
 from .entries import check_features, left_out
+from .expert_tensors import View, lists_of, of_stacks, split_name, stored_shape
 from .rope_entries import rotation_of
+
+Weight = Tensor | Matrix | View | list[Tensor | Matrix | View]
 
 # --- the configuration ----------------------------------------------------------------------------
 
@@ -37,6 +40,7 @@ _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh
 _OPTIONS: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
     "attention_bias": ("true or false", lambda x: {"attention_bias": x, "output_bias": x}),
     "mlp_bias": ("true or false", lambda x: {"mlp_bias": x}),
+    "norm_topk_prob": ("true or false", lambda x: {"normalized_experts": x}),
     "query_pre_attn_scalar": ("a number", lambda x: {"attention_scale": x**-0.5}),
     "attention_multiplier": ("a number", lambda x: {"attention_scale": x}),
     "attn_logit_softcapping": ("a number", lambda x: {"attention_softcap": x}),
@@ -69,13 +73,14 @@ def config_of(folder: Path) -> Config:
         "bos": outer.get("bos_token_id", "an integer", known.get("bos_token_id", "an integer")),
         "eos": _eos(folder, names, objects),
     }
-    activation = _activation(known)
+    fields |= _experts(known, names)
+    activation = _activation(known, entry)
     try:
         fields |= _layers(known, entry, names, sizes["layers"])
         rotation, sentences = rotation_of(
             known, entry, names, sizes["head_size"], "window" in fields
         )
-        fields |= rotation | entry.fields(sizes["width"]) | {"activation": activation}
+        fields |= rotation | entry.fields(sizes["width"]) | activation
         for name in sorted(names.reads & _OPTIONS.keys()):
             kind, option = _OPTIONS[name]
             if (value := known.get(name, kind)) is not None:
@@ -107,14 +112,49 @@ def _sizes(known: Fields) -> dict[str, int]:
     }
 
 
-def _activation(known: Fields) -> str:
+def _activation(known: Fields, entry: Architecture) -> dict[str, str]:
+    """The activation, if it is not that of the architecture.
+
+    **Raises:** `ValueError` for one that the decoder lacks.
+    """
     activation = known.need("hidden_act", "a string")
     if activation not in _ACTIVATIONS:
         raise ValueError(
             f"{known.path}: the activation is {activation!r}, but the decoder here has "
             f"{', '.join(_ACTIVATIONS)}; use another model."
         )
-    return _ACTIVATIONS[activation]
+    if entry.parts.get("activation") != "gpt_oss":
+        return {"activation": _ACTIVATIONS[activation]}
+    constants = {"hidden_act": "silu", "swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+    for name, value in constants.items():
+        known.read.add(name)
+        if (found := known.values.get(name)) not in (None, value):
+            raise ValueError(
+                f"{known.path}: {name!r} is {brief(found)}, but the experts of this architecture "
+                f"have the activation with {value!r}; use another model."
+            )
+    return {}
+
+
+def _experts(known: Fields, names: HuggingFace) -> dict[str, int]:
+    """The number of experts, and the number that each token takes, as fields of a `Config`.
+
+    transformers writes `num_experts` or `num_local_experts`, by its version.
+
+    **Raises:** `ValueError` for two numbers that differ.
+    """
+    if not names.experts:
+        return {}
+    stored = {name: known.get(name, "an integer") for name in ("num_experts", "num_local_experts")}
+    counts = set(stored.values()) - {None}
+    if len(counts) > 1 or 0 in counts:
+        raise ValueError(
+            f"{known.path}: {stored}, but both are the number of experts, from 1 on; {AGAIN}."
+        )
+    return {
+        "experts": counts.pop() if counts else names.experts,
+        "experts_per_token": known.need("num_experts_per_tok", "an integer"),
+    }
 
 
 def _names(architecture: str) -> HuggingFace:
@@ -249,7 +289,7 @@ def _local(
 ) -> tuple[int | None, list[bool]]:
     """The window, None if it is turned off, and for each layer whether it has one."""
     layers = len(rotated)
-    if entry.window_layers in ("upper", "unrotated"):
+    if entry.window_layers in ("upper", "unrotated") or "use_sliding_window" in names.reads:
         size = size if known.get("use_sliding_window", "true or false", False) else None
     local = [size is not None] * layers
     if entry.window_layers == "upper":
@@ -305,8 +345,10 @@ _IGNORED = re.compile(r"\.rotary_emb\.inv_freq$")
 _IMAGES = re.compile(r"(^|\.)(vision_tower|multi_modal_projector)\.")
 
 
-def weights_of(folder: Path, config: Config) -> dict[str, Tensor | Matrix]:
+def weights_of(folder: Path, config: Config) -> dict[str, Weight]:
     """The tensor or quantized matrix of each weight of a configuration; reads only headers.
+
+    A stack of experts is a list of them.
 
     Warns of entries of the checkpoint that are not used.
 
@@ -316,7 +358,9 @@ def weights_of(folder: Path, config: Config) -> dict[str, Tensor | Matrix]:
     contents = open_folder(folder)
     kind = read_json(folder / "config.json").get("model_type")
     images = _IMAGES if kind in IMAGE_MODELS else None
-    found = _parts(_by_weight(contents, config, images), config)
+    stored = lists_of(folder, _by_weight(contents, config, images), config.experts)
+    alternate = _names(config.architecture).alternate
+    found: Mapping[str, Weight] = of_stacks(stored, config) if alternate else _parts(stored, config)
     expected = config.shapes()
     if missing := [name for name in expected if name not in found]:
         raise ValueError(
@@ -324,7 +368,9 @@ def weights_of(folder: Path, config: Config) -> dict[str, Tensor | Matrix]:
             f"{missing[0]!r}; {AGAIN}."
         )
     for name, shape in expected.items():
-        _check(found[name], shape)
+        weight = found[name]
+        for part in weight if isinstance(weight, list) else [weight]:
+            _check(part, stored_shape(name, shape))
     if "head" in found and config.tied_head:
         _check_tied(found["embedding"], found["head"])
     for sentence in contents.sentences:
@@ -377,7 +423,8 @@ def _by_weight(
                 f"{weight.where} and {found[ours].where} are one weight under two names, {ours!r}; "
                 f"{AGAIN}."
             )
-        first = None if ours is None else next(iter(fused(ours)), ours)
+        stem = None if ours is None else split_name(ours)[0]
+        first = None if stem is None else next(iter(fused(stem)), stem)
         if ours is not None and (first in expected or (ours == "head" and config.tied_head)):
             found[ours] = weight
         elif not _is_empty_bias(name, contents):
@@ -410,7 +457,7 @@ def _parts(weights: Mapping[str, Tensor | Matrix], config: Config) -> dict[str, 
             found[name] = weight
             continue
         k, rows = shapes[parts[0]][0], [shapes[part][1] for part in parts]
-        _check(weight, (k, sum(rows)))
+        _check(weight, (sum(rows), k))
         if both := [part for part in parts if part in weights]:
             raise ValueError(
                 f"{weights[both[0]].where} and {weight.where} have the same weight, {both[0]!r}; "
@@ -427,21 +474,22 @@ def _parts(weights: Mapping[str, Tensor | Matrix], config: Config) -> dict[str, 
     return found
 
 
-def _check(weight: Tensor | Matrix, shape: tuple[int, ...]) -> None:
+def _check(weight: Any, shape: tuple[int, ...]) -> None:
+    """Raises unless a weight has this shape in the file."""
     if isinstance(weight, Matrix):
-        right = weight.shape == shape[::-1] and weight.stack is None
+        right = weight.shape == shape and weight.stack is None
         kinds = "a matrix" if len(shape) == 2 else f"floats ({', '.join(FLOATS)})"
     else:
-        right = weight.shape == shape[::-1] and weight.kind in FLOATS
+        right = weight.shape == shape and weight.kind in FLOATS
         kinds = f"floats ({', '.join(FLOATS)})"
     if not right:
         raise ValueError(
             f"{weight.where} is {weight.kind} of shape {weight.shape}, but config.json asks for "
-            f"{kinds} of {shape[::-1]}; {AGAIN}."
+            f"{kinds} of {shape}; {AGAIN}."
         )
 
 
-def _check_tied(table: Tensor | Matrix, head: Tensor | Matrix) -> None:
+def _check_tied(table: Any, head: Any) -> None:
     """Checks that a stored head equals the table, if config.json ties the two.
 
     transformers 5 does not tie them if they differ, and earlier versions ignore the head.

@@ -15,6 +15,7 @@ from .._core import checks
 from .._core.format import INT4, Format, as_format
 from .._flax import arguments
 from . import exporting, huggingface, saved
+from .adapters import adapted, with_adapter
 from .config import Config, check_config
 from .decoder import Decoder, check_rows
 from .load import Header, LoadReport, read, read_header
@@ -83,12 +84,12 @@ def open_file(path: Any) -> Header:
 
     A program can thus check its arguments before the weights are read.
     """
-    with _named_load():
+    with named_load():
         return read_header(path)
 
 
 @contextlib.contextmanager
-def _named_load() -> Iterator[None]:
+def named_load() -> Iterator[None]:
     """Errors about a file begin with the name of the public function."""
     try:
         yield
@@ -109,6 +110,7 @@ def load(
     lhs_qtype: Any = None,
     lhs_min_rows: int | None = None,
     scale_dtype: Any = None,
+    adapter: Any = None,
     mesh: jax.sharding.Mesh | None = None,
     progress: bool = True,
 ) -> LanguageModel:
@@ -131,12 +133,13 @@ def load(
     - `lhs_qtype`: None, or `jnp.int8` or `jnp.float8_e4m3fn`, to round the inputs of products with
       quantized matrices of blocks to, with a scale per token; embedding and head always have float
       inputs. `"file"` for the dtype of the checkpoint, such as int8 for W8A8 and W4A8.
-    - `lhs_min_rows`: minimum number of tokens, over all sequences, for such rounding. None for the
-      minimum at which products are faster: 1 on a CPU; 32 or 192 on a GPU, depending on the
-      formats.
+    - `lhs_min_rows`: minimum number of tokens, over all sequences, for such rounding. None for 1
+      on a CPU, and for 32 or 192 on a GPU, where products are faster from then on.
     - `scale_dtype`: dtype of scales and float zeros. None preserves the values of the file exactly.
       So does `"two_level"`, which also stores the scales of ggml's K types in two levels, as
       compactly as in the file.
+    - `adapter`: None, or a LoRA adapter: a folder in PEFT's format, or a `LoRA`, as for `adapt`.
+      Weights stay as `format` and `rules` make them.
     - `mesh`: the devices to shard the model over, as in `shard`; each weight is placed when it is
       read. None for one device.
     - `progress`: whether to show a progress bar.
@@ -147,11 +150,11 @@ def load(
     `FileNotFoundError` if the path does not exist, `ValueError` for a damaged file, an unknown
     architecture, type or tokenizer, and missing or misshapen tensors, with their names, for rules
     that match no matrix, for a quantizer that is unknown, does not support a format or has nothing
-    to round, and for weights that exceed the memory; the errors of `shard`.
+    to round, and for weights that exceed the memory; the errors of `adapt` and `shard`.
     """
     dtype = default_dtype() if dtype is None else dtype
     if isinstance(lhs_qtype, str) and lhs_qtype == "file":
-        with _named_load():
+        with named_load():
             path = path if isinstance(path, Header) else read_header(path)
             lhs_qtype = huggingface.lhs_qtype_of(path.path)
     lhs_qtype = arguments.lhs_qtype("load", lhs_qtype)
@@ -159,10 +162,16 @@ def load(
     decoding = {"dtype": dtype, "lhs_qtype": lhs_qtype, "mesh": mesh}
     options = {"quantizer": quantizer, "calibration": calibration}
     options |= {"scale_dtype": scale_dtype, "progress": progress}
-    with _named_load():
+    with named_load():
+        parts = None
+        if adapter is not None:
+            path = path if isinstance(path, Header) else read_header(path)
+            parts = adapted("load", adapter, path.config)
         checkpoint = read(path, format=format, rules=rules, **decoding, **options)
     decoding["lhs_min_rows"] = lhs_min_rows
-    decoder = Decoder(checkpoint.config, checkpoint.weights, **decoding, consume=True)
+    weights: dict[str, Any] = checkpoint.weights
+    weights = weights if parts is None else with_adapter(weights, parts)
+    decoder = Decoder(checkpoint.config, weights, **decoding, consume=True)
     return LanguageModel(decoder, checkpoint.tokenizer, checkpoint.report)
 
 

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from .._core.array import QuantizedArray
 from .._core.checks import boolean, brief, compute_dtype
 from .._core.format import Format, as_format, format_name
+from .._core.layout import ATOM
 from .._flax.report import aligned, backend_of, format_words, size_words
 from .._matmul.quantized_lhs import EXACT
 from ..checkpoint import _packing as packing
@@ -26,7 +27,8 @@ from ..quantizers import _registry as quantizers
 from ..quantizers._calibration import Calibration
 from . import ggml_types, gguf, huggingface, memory, saved
 from .calibration import Rounding, Source, calibrated, tokens_of
-from .config import Config
+from .config import Config, is_matrix
+from .expert_tensors import stored_shape
 from .folder import check_folder
 from .sharding import Division
 from .tokenizer import Tokenizer
@@ -117,7 +119,9 @@ class _Source(NamedTuple):
 
     `rows(start, stop)` returns rows as floats. A quantized matrix has a `format`, and
     `pack(scale_dtype)` packs it without rounding; both are None for floats. For a folder of packed
-    weights, `packed(dtype)` returns the weight without a copy, floats in `dtype`.
+    weights, `packed(dtype)` returns the weight without a copy, floats in `dtype`. A stack of
+    experts has a source for each in `experts`. Its `whole` is the matrix of the rows of all
+    experts, if they are one tensor and each expert is whole atoms; else None.
     """
 
     where: str
@@ -128,6 +132,8 @@ class _Source(NamedTuple):
     pack: Callable[[Any], QuantizedArray] | None
     forget: Callable[[], None]
     packed: Callable[[Any], Any] | None = None
+    experts: tuple["_Source", ...] = ()
+    whole: Any = None
 
 
 class Header(NamedTuple):
@@ -233,10 +239,15 @@ def read(
     boolean("load", "progress", progress)
     path, config, tokenizer, sources = path if isinstance(path, Header) else read_header(path)
     shapes = config.shapes()
-    formats = _formats(format, rules, [name for name, shape in shapes.items() if len(shape) == 2])
+    formats = _formats(format, rules, list(config.matrices()))
     _check_quantizer(quantizer, [found for found in formats.values() if found is not None])
     _check_exact(sources, formats)
     quantizers.check_calibration("load", quantizer, calibration is not None)
+    if calibration is not None and config.experts:
+        raise ValueError(
+            "load: calibration is given, but inputs of experts are not recorded; leave it out, and "
+            "use a quantizer without statistics."
+        )
     if calibration is not None:
         calibration = Calibration.of("load", calibration, progress=progress)
         windows = tokens_of(calibration, config, tokenizer)
@@ -279,12 +290,15 @@ class _Reading(NamedTuple):
     def weight(self, name: str, format: Format | None) -> QuantizedArray | Array:
         """A weight, rounded to a format, or as in the file for None."""
         options = self.dtype, self.scale_dtype, self.quantizer
-        return self._read(name, lambda source: _weight(self.shapes[name], source, format, *options))
+        shape = self.shapes[name]
+        if not is_matrix(name):
+            return self._read(name, lambda source: _vector(name, shape, source))
+        return self._read(name, lambda source: _weight(shape, source, format, *options))
 
     def floats(self, name: str) -> Array:
         """A weight in float32."""
         shape = self.shapes[name]
-        if len(shape) == 1:
+        if not is_matrix(name):
             return jnp.asarray(self.weight(name, None))
         return self._read(name, lambda source: _floats(shape, source, jnp.float32))
 
@@ -298,6 +312,12 @@ class _Reading(NamedTuple):
         return weight
 
 
+def floats_of(header: Header) -> Source:
+    """The weights of a model in float32, to be read one by one."""
+    reading = _Reading(header.sources, header.config.shapes(), jnp.float32, None, None)
+    return Source(header.config, reading.floats, lambda name: reading.weight(name, None))
+
+
 def _identity(path: Path) -> list[Any]:
     """The name, size and time of each file of a model."""
     files = sorted(path.iterdir()) if path.is_dir() else [path]
@@ -309,8 +329,14 @@ def _file(path: Path) -> tuple[Config, dict[str, _Source], Tokenizer]:
     file = gguf.open_gguf(path)
     config = gguf.config_of(file)
     sources = {}
-    for name, tensor in gguf.weights_of(file, config).items():
-        sources[name] = _of_gguf(file, tensor)
+    for name, found in gguf.weights_of(file, config).items():
+        if isinstance(found, list):
+            sources[name] = _stack([_of_gguf(file, tensor) for tensor in found])
+            whole = gguf.whole(found)
+            if whole is not None and found[0].shape[0] % ATOM == 0:
+                sources[name] = sources[name]._replace(whole=_of_gguf(file, whole))
+        else:
+            sources[name] = _of_gguf(file, found)
     return config, sources, Tokenizer.from_gguf(file)
 
 
@@ -340,18 +366,27 @@ def _saved(path: Path) -> Header:
     found = saved.read_model(path)
     sources = {}
     for name, leaf in found.weights.items():
-        quantized = isinstance(leaf, QuantizedArray)
-        sources[name] = _Source(
-            f"{path}: the array {name!r}",
-            format_name(leaf.format) if quantized else str(leaf.dtype),
-            found.saved.nbytes(name),
-            rows=functools.partial(saved.rows, leaf),
-            format=leaf.format if quantized else None,
-            pack=None,
-            forget=lambda: None,
-            packed=functools.partial(saved.in_dtype, leaf),
-        )
+        where, nbytes = f"{path}: the array {name!r}", found.saved.nbytes(name)
+        source = _of_saved(leaf, where, nbytes)
+        if is_matrix(name) and leaf.ndim == 3:
+            experts = (_of_saved(leaf[i], where, 0) for i in range(leaf.shape[0]))
+            source = source._replace(experts=tuple(experts))
+        sources[name] = source
     return Header(path, found.config, found.tokenizer, sources)
+
+
+def _of_saved(leaf: Any, where: str, nbytes: int) -> _Source:
+    quantized = isinstance(leaf, QuantizedArray)
+    return _Source(
+        where,
+        format_name(leaf.format) if quantized else str(leaf.dtype),
+        nbytes,
+        rows=functools.partial(saved.rows, leaf),
+        format=leaf.format if quantized else None,
+        pack=None,
+        forget=lambda: None,
+        packed=functools.partial(saved.in_dtype, leaf),
+    )
 
 
 def _folder(path: Path) -> tuple[Config, dict[str, _Source], Tokenizer]:
@@ -359,17 +394,45 @@ def _folder(path: Path) -> tuple[Config, dict[str, _Source], Tokenizer]:
     config = huggingface.config_of(path)
     sources = {}
     for name, found in huggingface.weights_of(path, config).items():
-        matrix = found if isinstance(found, Matrix) else None
-        sources[name] = _Source(
-            found.where,
-            found.kind,
-            found.nbytes,
-            rows=found.rows,
-            format=None if matrix is None else matrix.format,
-            pack=None if matrix is None else matrix.pack,
-            forget=lambda: None,
-        )
+        if isinstance(found, list):
+            sources[name] = _stack([_of_folder(part) for part in found])
+        else:
+            sources[name] = _of_folder(found)
     return config, sources, Tokenizer.from_folder(path)
+
+
+def _of_folder(found: Any) -> _Source:
+    matrix = found if isinstance(found, Matrix) else None
+    return _Source(
+        found.where,
+        found.kind,
+        found.nbytes,
+        rows=found.rows,
+        format=None if matrix is None else matrix.format,
+        pack=None if matrix is None else matrix.pack,
+        forget=lambda: None,
+    )
+
+
+def _stack(experts: Sequence[_Source]) -> _Source:
+    """The source of a stack of experts.
+
+    **Raises:** `ValueError` for experts that are stored in several ways.
+    """
+    kinds = {(source.kind, source.format): source for source in experts}
+    if len(kinds) > 1:
+        one, other = list(kinds.values())[:2]
+        raise ValueError(
+            f"{one.where} is {one.kind} and {other.where} is {other.kind}, but the experts of a "
+            "layer are one stack; convert the model with one type for them."
+        )
+
+    def forget() -> None:
+        for source in experts:
+            source.forget()
+
+    nbytes = sum(source.nbytes for source in experts)
+    return experts[0]._replace(nbytes=nbytes, forget=forget, experts=tuple(experts))
 
 
 def _check_exact(sources: Mapping[str, _Source], formats: Mapping[str, Format | None]) -> None:
@@ -378,13 +441,27 @@ def _check_exact(sources: Mapping[str, _Source], formats: Mapping[str, Format | 
     inexact = [
         source
         for name, source in sources.items()
-        if source.pack is not None and source.format is None and formats.get(name) is None
+        if source.pack is not None
+        and source.format is None
+        and formats.get(name) is None
+        and is_matrix(name)
     ]
     if inexact:
         raise ValueError(
             f"{inexact[0].where} ({inexact[0].kind}) and {len(inexact) - 1} others are held by no "
             "format exactly; pass format= or rules=, which round them."
         )
+
+
+def _vector(name: str, shape: tuple[int, ...], source: _Source) -> Array:
+    """A norm, biases or a router, in float32."""
+    if source.packed is not None:
+        return source.packed(jnp.float32)
+    stored = stored_shape(name, shape)
+    count = stored[0] if len(stored) > 1 else 1
+    values = np.asarray(source.rows(0, count)).astype(np.float32).reshape(stored)
+    _check_finite(values)
+    return jnp.asarray(values if name.endswith("_bias") else values.T)
 
 
 def _weight(
@@ -395,16 +472,20 @@ def _weight(
     scale_dtype: Any,
     quantizer: Any,
 ) -> QuantizedArray | Array:
+    """A matrix, or a stack of experts."""
     if source.packed is not None and format is None:
         if scale_dtype is not None:
             raise ValueError(
                 "its scales are packed; leave scale_dtype out, or pass format= to round it again."
             )
-        return source.packed(dtype if len(shape) == 2 else jnp.float32)
-    if len(shape) == 1:
-        values = np.asarray(source.rows(0, 1)).astype(np.float32)[0]
-        _check_finite(values)
-        return jnp.asarray(values)
+        return source.packed(dtype)
+    if source.experts:
+        count, k, n = shape
+        options = format, dtype, scale_dtype, quantizer
+        found = format or source.format
+        if source.whole is not None and found is not None and not found.has_tensor_scale:
+            return _divided(_weight((k, count * n), source.whole, *options), count)
+        return _stacked([_weight((k, n), expert, *options) for expert in source.experts])
     two_levels = scale_dtype == TWO_LEVELS
     scale_dtype = None if two_levels else scale_dtype
     if format is None and source.pack is not None:
@@ -415,6 +496,34 @@ def _weight(
     if format is not None:
         return packing.quantize_rows(source.rows, (n, k), format, scale_dtype or dtype, quantizer)
     return _floats(shape, source, dtype)
+
+
+def _divided(array: Any, count: int) -> QuantizedArray:
+    """A matrix (k, count * n), whose columns are those of `count` matrices, as a stack of them."""
+
+    def parts(leaf: Array | None) -> Array | None:
+        return None if leaf is None else leaf.reshape(count, -1, *leaf.shape[1:])
+
+    return dataclasses.replace(
+        array,
+        **{name: parts(getattr(array, name)) for name in ("packed", "scale", "zero")},
+        version=jnp.broadcast_to(array.version, (count,)),
+        n=array.n // count,
+    )
+
+
+def _stacked(experts: Sequence[QuantizedArray | Array]) -> QuantizedArray | Array:
+    """The weights of experts as one stack.
+
+    **Raises:** `ValueError` if their packed arrays differ, such as in a permutation of rows.
+    """
+    kinds = {(jax.tree.structure(expert), str(expert.dtype)) for expert in experts}
+    if len(kinds) > 1:
+        raise ValueError(
+            "its experts are packed in several ways, such as with and without an order of rows; "
+            "pass format=, which rounds them to one."
+        )
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *experts)
 
 
 def _floats(shape: tuple[int, ...], source: _Source, dtype: Any) -> Array:

@@ -19,11 +19,13 @@ from jax import Array, lax
 from . import memory
 from .cache import Cache, bucket, nbytes
 from .language_model import LanguageModel
-from .sampling import NOT_A_NUMBER, Counts, Sampling, random_key, sample
+from .sampling import NOT_A_NUMBER, Counts, Sampling, checked, random_key, sample
+from .schema import Masks
 
 LARGEST_CHUNK = 512  # maximum tokens of a prompt per call
 SMALLEST_CHUNK = 16
 _TOKENS = 32  # maximum sampled tokens per call
+_GPU_STRIDE = 8  # tokens sampled before the host reads the state; divides _TOKENS
 _PATIENCE = 0.1  # seconds; with `growing`, a call that takes longer stops the growth
 
 _EOS, _LENGTH = -1, -2
@@ -56,8 +58,9 @@ class Ends(NamedTuple):
 class State(NamedTuple):
     """Input and output of a call of `decode`.
 
-    `logits` (batch, vocabulary) predict the next token, `positions` (batch,) are its positions,
-    `done` (batch,) marks sequences that have ended, and `counts` is for penalties.
+    `logits` (batch, vocabulary) predict the next token (`Decoder.divided_logits`), `positions`
+    (batch,) are its positions, `done` (batch,) marks sequences that have ended, and `counts` is for
+    penalties.
     """
 
     cache: Cache
@@ -113,6 +116,7 @@ def run(
     *,
     n: int = 1,
     logprobs: int | None = None,
+    masks: Masks | None = None,
     kept: Kept | None = None,
     growing: bool = False,
     endless: bool = False,
@@ -123,7 +127,8 @@ def run(
     The batch contains `n` sequences of each prompt, one after the other. A sequence ends by
     `config.eos` (unless `endless`), by `max_new_tokens`, or at the end of the context; the loop
     ends with the last one. With `kept`, for one prompt, only the tokens after its prefix are read.
-    With `growing`, the first group is one token, and groups double while they take less than 0.1 s.
+    With `masks`, groups are one token. With `growing`, the first group is one token, on a GPU 8,
+    and groups double while they take less than 0.1 s.
     """
     kept = Kept() if kept is None else kept
     config, longest = model.config, max(map(len, prompts))
@@ -152,24 +157,40 @@ def run(
     ends = Ends(
         jnp.asarray(() if endless else config.eos, jnp.int32), jnp.asarray(positions, jnp.int32)
     )
+    stride = 1 if masks is not None else _stride(model)
     draw = functools.partial(decode, *nnx.split(model.decoder))
-    key, size = random_key(seed), 1
+    key, size = random_key(seed), stride
     count = 0  # sampling nothing compiles the loop, so that a caller can start measuring after that
     while True:
         began = time.perf_counter()
-        drawn, state = draw(state, np.int32(count), ends, key, sampling, logprobs)
+        if masks is not None and count > 0:
+            state = state._replace(logits=masks.apply(state.logits))
+        steps = -(-count // stride) * stride
+        drawn, state = draw(state, np.int32(steps), ends, key, sampling, logprobs, stride)
+        drawn = Drawn(*(None if x is None else np.asarray(x)[:, :count] for x in drawn))
+        if model.decoder.division is not None:
+            model.decoder.division.check_devices(caller)
         if n == 1:
             kept.cache = state.cache
-        drawn = Drawn(*(None if x is None else np.asarray(x)[:, :count] for x in drawn))
-        if n == 1:
-            kept.tokens = kept.tokens + [token for token in drawn.tokens[0].tolist() if token >= 0]
+            tokens = [token for token in drawn.tokens[0].tolist() if token >= 0]
+            # Steps after the last token may have overwritten the last slot.
+            kept.tokens = (kept.tokens + tokens)[: kept.slots - (steps > count)]
+        if masks is not None and count > 0:
+            masks.add(drawn.tokens[:, 0])
         if count > 0 and time.perf_counter() - began < _PATIENCE:
             size = min(2 * size, _TOKENS)
         yield drawn
         left -= count
         if left == 0 or (count > 0 and (drawn.tokens[:, -1] < 0).all()):
             return
-        count = min(left, size if growing else _TOKENS)
+        count = min(left, 1 if masks is not None else size if growing else _TOKENS)
+
+
+def _stride(model: LanguageModel) -> int:
+    """The number of tokens that are drawn before the host reads the state."""
+    division = model.decoder.division
+    platform = jax.default_backend() if division is None else division.platform
+    return _GPU_STRIDE if platform == "gpu" else 1
 
 
 def _read(
@@ -256,10 +277,10 @@ def prefill(
     decoder = nnx.merge(graph, weights)
     x, cache = decoder.forward(tokens, positions, cache, reach=reach)
     last = lax.dynamic_index_in_dim(x, count - 1, axis=1, keepdims=False)
-    return decoder.logits(last), cache._replace(used=cache.used - tokens.shape[1] + count)
+    return decoder.divided_logits(last), cache._replace(used=cache.used - tokens.shape[1] + count)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 7), donate_argnums=2)
+@functools.partial(jax.jit, static_argnums=(0, 7, 8), donate_argnums=2)
 def decode(
     graph: Any,
     weights: Any,
@@ -269,8 +290,14 @@ def decode(
     key: Array,
     sampling: Sampling,
     logprobs: int | None = None,
+    stride: int = 1,
 ) -> tuple[Drawn, State]:
-    """Samples `count` tokens, up to 32, with the `logprobs` top tokens for each."""
+    """Samples `count` tokens, up to 32 and a multiple of `stride`, with the `logprobs` top tokens
+    for each.
+
+    The loop checks every `stride` steps whether all sequences have ended: on a GPU the host waits
+    for this check. Steps after the end may overwrite the last slot of the cache.
+    """
     decoder = nnx.merge(graph, weights)
     batch = state.positions.shape[0]
     rows = jnp.arange(batch, dtype=jnp.int32)
@@ -282,8 +309,13 @@ def decode(
 
     def step(loop: tuple[Array, Drawn, State]) -> tuple[Array, Drawn, State]:
         i, drawn, (cache, logits, positions, done, counts) = loop
-        token = sample(logits, jax.vmap(jax.random.fold_in)(keys, positions), sampling, counts)
-        new = Drawn(token, *_logprobs(logits, token, logprobs))
+        if counts is None and sampling.temperature is None and logprobs is None:
+            token = checked(*decoder.largest(logits))  # several devices send no logits
+            new = Drawn(token)
+        else:
+            logits = decoder.joined(logits)
+            token = sample(logits, jax.vmap(jax.random.fold_in)(keys, positions), sampling, counts)
+            new = Drawn(token, *_logprobs(logits, token, logprobs))
         token = jnp.where((token[:, None] == ends.eos[None]).any(axis=-1), _EOS, token)
         token = jnp.where(positions >= ends.positions, _LENGTH, token)
         token = jnp.where(done, _EOS, token)
@@ -296,7 +328,7 @@ def decode(
         placed = jnp.where(done, -1, positions)
         x, cache = decoder.forward(jnp.maximum(token, 0)[:, None], placed[:, None], cache)
         counts = None if counts is None else counts.add(token)
-        state = State(cache, decoder.logits(x[:, 0]), positions + 1, done, counts)
+        state = State(cache, decoder.divided_logits(x[:, 0]), positions + 1, done, counts)
         return i + 1, drawn, state
 
     tokens = jnp.full((batch, _TOKENS), _EOS, jnp.int32)
@@ -305,7 +337,12 @@ def decode(
         top = batch, _TOKENS, logprobs
         numbers = jnp.zeros((batch, _TOKENS), jnp.float32), jnp.zeros(top, jnp.float32)
         drawn = Drawn(tokens, numbers[0], jnp.zeros(top, jnp.int32), numbers[1])
-    _, drawn, state = lax.while_loop(unfinished, step, (jnp.int32(0), drawn, state))
+
+    def steps(loop: tuple[Array, Drawn, State]) -> tuple[Array, Drawn, State]:
+        return lax.fori_loop(0, stride, lambda _, loop: step(loop), loop)
+
+    body = step if stride == 1 else steps
+    _, drawn, state = lax.while_loop(unfinished, body, (jnp.int32(0), drawn, state))
     return drawn, state
 
 

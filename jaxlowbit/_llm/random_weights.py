@@ -14,8 +14,8 @@ from .._core.array import QuantizedArray
 from .._core.dequantize import of_codes
 from .._core.format import Format
 from . import memory
-from .block import Weight
-from .config import Config
+from .config import Config, is_matrix
+from .low_rank import Weight
 from .sampling import random_key
 from .sharding import Division
 
@@ -30,7 +30,8 @@ def random_weights(
     dtype: Any = jnp.bfloat16,
     mesh: jax.sharding.Mesh | None = None,
 ) -> dict[str, Weight]:
-    """Weights for `Decoder`: matrices of random packed words, norms of ones, biases of zeros.
+    """Weights for `Decoder`: matrices of random packed words, norms of ones, biases and sinks of
+    zeros, routers of random floats.
 
     Scales are such that a product preserves the magnitude of its input. No float matrix is made
     unless `format` is None. With a mesh, each weight is placed on its devices before the next one
@@ -43,22 +44,24 @@ def random_weights(
     weights: dict[str, Weight] = {}
     key = random_key(seed)
     for i, (name, shape) in enumerate(shapes.items()):
-        if len(shape) == 2:
-            own = jax.random.fold_in(key, i)
-            if format is None:
-                weight = jax.random.normal(own, shape, dtype) * shape[0] ** -0.5
-            else:
-                weight = _matrix(own, *shape, format, dtype)
+        own = jax.random.fold_in(key, i)
+        if is_matrix(name) and format is not None:
+            weight = _matrices(own, shape, format, dtype)
+        elif len(shape) > 1 and not name.endswith("_bias"):
+            kind = dtype if is_matrix(name) else jnp.float32  # a router
+            weight = jax.random.normal(own, shape, kind) * shape[-2] ** -0.5
         else:
-            value = 0.0 if name.endswith("_bias") else 1.0 - config.norm_offset
-            weight = jnp.full(shape, value, dtype)
+            zeros = name.endswith(("_bias", "sinks"))
+            weight = jnp.full(shape, 0.0 if zeros else 1.0 - config.norm_offset, dtype)
         weights[name] = weight if division is None else division.place(name, weight)
     return weights
 
 
-def _matrix(key: Array, k: int, n: int, format: Format, dtype: Any) -> QuantizedArray:
+def _matrices(key: Array, shape: tuple[int, ...], format: Format, dtype: Any) -> QuantizedArray:
+    """A matrix (k, n), or a stack (..., k, n)."""
+    *lead, k, n = shape
     words, groups = super_blocks.stored_shapes(k, n, format)
-    packed = jax.random.bits(key, words, jnp.uint32)
+    packed = jax.random.bits(key, (*lead, *words), jnp.uint32)
     scale = math.sqrt(12 / k) / 2**format.bits
     if format.codebook is not None:
         numbers = np.array(format.values)
@@ -78,16 +81,20 @@ def _matrix(key: Array, k: int, n: int, format: Format, dtype: Any) -> Quantized
     zeros = None if middle is None else jnp.full(groups, middle, zero_dtype)
     if format.scale == "two_level":
         scales, zeros = _two_levels(scale, middle, groups, format)
+
+    def everywhere(array: Array) -> Array:
+        return jnp.broadcast_to(array, (*lead, *array.shape))
+
     return QuantizedArray(
         packed=packed,
-        scale=of_codes(scales, format),
-        zero=zeros,
+        scale=of_codes(everywhere(scales), format),
+        zero=None if zeros is None else everywhere(zeros),
         index=None,
-        version=jnp.full((), layout.VERSION, jnp.uint32),
+        version=jnp.full(tuple(lead), layout.VERSION, jnp.uint32),
         format=format,
         k=k,
         n=n,
-        tensor_scale=tensor_scale,
+        tensor_scale=None if tensor_scale is None else everywhere(tensor_scale),
     )
 
 

@@ -176,9 +176,19 @@ def sample(logits: Array, keys: Array, sampling: Sampling, counts: Counts | None
             logits = jnp.where(logits < min_p, -jnp.inf, logits)  # the largest is 0
         noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32))(keys)
         logits = logits + noise
-    token = jnp.argmax(logits, axis=-1).astype(jnp.int32)  # NaN counts as the largest
-    chosen = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
-    return jnp.where(jnp.isnan(chosen), jnp.int32(NOT_A_NUMBER), token)
+    return checked(*first_largest(logits))
+
+
+def first_largest(values: Array) -> tuple[Array, Array]:
+    """The largest of values (batch, n), and the first places that have them, int32. NaN counts as
+    the largest."""
+    at = jnp.argmax(values, axis=-1).astype(jnp.int32)
+    return jnp.take_along_axis(values, at[:, None], axis=-1)[:, 0], at
+
+
+def checked(logit: Array, token: Array) -> Array:
+    """The token of the largest logit, or `NOT_A_NUMBER`."""
+    return jnp.where(jnp.isnan(logit), jnp.int32(NOT_A_NUMBER), token)
 
 
 def _penalized(logits: Array, sampling: Sampling, counts: Counts) -> Array:

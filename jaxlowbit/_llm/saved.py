@@ -27,9 +27,10 @@ from .._core.columns import take_columns
 from ..checkpoint._files import AGAIN, read_json
 from ..checkpoint._replace import new_folder
 from ..checkpoint._saved import KEY, Saved, read_saved, write
-from .config import Config, RopeScaling
+from .config import Config, RopeScaling, is_matrix
 from .decoder import Decoder
 from .gguf_file import File
+from .low_rank import LowRank
 from .tokenizer import Tokenizer
 
 TOKENIZER = "tokenizer.gguf"
@@ -48,9 +49,10 @@ _LISTS = {
     "qkv": ("q", "k", "v"),
     "biases": ("q_bias", "k_bias", "v_bias"),
     "gate_up": ("gate", "up"),
-    "gate_up_biases": ("gate_bias", "up_bias"),
 }
 """The weights of a block that share a list of variables."""
+_STACKS = {"gate_bias": ("gate_up_bias", 0), "up_bias": ("gate_up_bias", 1)}
+"""Weights of a block that are parts of one variable."""
 
 
 # --- writing --------------------------------------------------------------------------------------
@@ -61,7 +63,7 @@ def write_model(
 ) -> None:
     """Writes a model to a folder that gets its name when it is complete."""
     source = source_of("save", tokenizer)
-    config, weights = weights_of(decoder)
+    config, weights = without_adapter("save", decoder)
     with new_folder("save", path, overwrite) as folder:
         write(folder, weights, progress=progress)
         _write_config(folder, config, source)
@@ -81,11 +83,29 @@ def weights_of(decoder: Decoder) -> tuple[Config, dict[str, Any]]:
     return config.replace(norm_offset=0.0), found
 
 
+def without_adapter(caller: str, decoder: Decoder) -> tuple[Config, dict[str, Any]]:
+    """`weights_of` a model without an adapter.
+
+    **Raises:** `ValueError` for one with an adapter.
+    """
+    config, weights = weights_of(decoder)
+    for name, weight in weights.items():
+        if isinstance(weight, LowRank):
+            raise ValueError(
+                f"{caller}: {name} has an adapter, which is not part of such a file; save_adapter "
+                "writes the adapter, and merge_adapter adds it to the weights."
+            )
+    return config, weights
+
+
 def _weight(decoder: Decoder, name: str) -> Any:
     if not name.startswith("layers."):
         return getattr(decoder, name).get_value()
     _, number, own = name.split(".")
     block = decoder.blocks[int(number)]
+    if own in _STACKS:
+        attribute, i = _STACKS[own]
+        return getattr(block, attribute).get_value()[i]
     for attribute, names in _LISTS.items():
         if own in names:
             variables, i = getattr(block, attribute), names.index(own)
@@ -97,6 +117,9 @@ def _weight(decoder: Decoder, name: str) -> Any:
 
 def _without_padding(weight: Any, n: int) -> Any:
     """Removes the padding of a sharded vocabulary: its first n columns."""
+    if isinstance(weight, LowRank):
+        base = _without_padding(weight.base, n)
+        return dataclasses.replace(weight, base=base, b=weight.b[:, :n])
     if not isinstance(weight, QuantizedArray):
         return weight[..., :n]
     blocks = layout.blocks(n)
@@ -185,7 +208,7 @@ def read_model(path: Path) -> Model:
     for name, shape in expected.items():
         leaf = weights[name]
         floats = not isinstance(leaf, QuantizedArray) and jnp.issubdtype(leaf.dtype, jnp.floating)
-        quantized = isinstance(leaf, QuantizedArray) and len(shape) == 2
+        quantized = isinstance(leaf, QuantizedArray) and is_matrix(name)
         if tuple(leaf.shape) != shape or not (floats or quantized):
             raise ValueError(
                 f"{path}: the array {name!r} is {checks.brief(leaf)} of shape {leaf.shape}, but "

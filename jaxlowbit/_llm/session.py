@@ -1,8 +1,12 @@
 """`Session`: several generations that share the cache of their common beginning."""
 
+import os
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
+from .._core import checks
+from . import cache_file
 from .generate import Generation, Request, generate, generated, stream, streamed
 from .language_model import LanguageModel, check_model
 from .programs import Kept
@@ -82,11 +86,63 @@ class Session:
         self._running = streamed(request, prompt, self._kept)
         return self._running
 
+    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+        """Writes the cache and its tokens to a file, for `load` of a session of the same model.
+
+        The file gets its name when it is complete.
+
+        **Arguments:**
+
+        - `path`: the file, in safetensors.
+        - `overwrite`: whether to replace a file that exists.
+
+        **Raises:** `TypeError` for arguments that are none of these; `ValueError` for a `path` that
+        exists, and for a session that has not generated yet.
+        """
+        self._save(path, overwrite)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Replaces the cache by that of a file of `save`: the next call reads only tokens after it.
+
+        The model may be on another number of devices than before.
+
+        **Raises:** `TypeError` if `path` is no path; `FileNotFoundError` if there is no such file;
+        `ValueError` for a file of another model, format or dtype, for a damaged file, and for a
+        cache that memory lacks. The session is then as before.
+        """
+        self._load(path)
+
+    def _save(self, path: Any, overwrite: bool, notes: Any = None) -> None:
+        path = _path("Session.save", path)
+        checks.boolean("Session.save", "overwrite", overwrite)
+        self._close()
+        self._kept.shared([])  # forgets a cache that an interrupted call has donated
+        cache: Any = self._kept.cache
+        contents = cache_file.Contents(self._kept.tokens, cache, notes)
+        decoder = self.model.decoder
+        cache_file.write_session("Session.save", path, decoder, contents, overwrite=overwrite)
+
+    def _load(self, path: Any) -> Any:
+        """`load`, and the notes of the file."""
+        path = _path("Session.load", path)
+        self._close()
+        found = cache_file.read_session("Session.load", path, self.model.decoder)
+        self._kept.tokens, self._kept.cache = found.tokens, found.cache
+        return found.notes
+
     def _close(self) -> None:
         """Closes the previous stream, so that nothing else changes the cache."""
         if self._running is not None:
             self._running.close()
             self._running = None
+
+
+def _path(caller: str, path: Any) -> Path:
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(
+            f"{caller}: path is {checks.brief(path)}, but it must be the path of a file."
+        )
+    return Path(path)
 
 
 def _with_defaults(caller: str, function: Any, options: dict[str, Any]) -> dict[str, Any]:

@@ -3,13 +3,15 @@
 A device has some heads, an equal share of the hidden features of every MLP, and an equal share of
 the vocabulary. The weights of queries, keys, values, gate and up are sharded along n. The output
 and down projections are sharded along k, so their products are partial sums of the residual stream.
-Two all-reduces per block add these; in a decode step, kernels add them within the block's calls if
-possible (`Division.exchanging`). Embedding and head are sharded along the vocabulary, the cache
+In a mixture of experts, a device has some experts instead, and sums the choices of those. Two
+all-reduces per block add partial sums; in a decode step, kernels add them within the block's calls
+if possible (`Division.exchanging`). Embedding and head are sharded along the vocabulary, the cache
 along its heads, and everything else is replicated.
 """
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,14 +29,21 @@ from .._core.format import SUPER_BLOCK, Format
 from .._core.layout import ATOM
 from .._flax.nnx_variables import QuantizedVariable
 from .config import Config
+from .sampling import first_largest
 
 # The last component of the name of a weight, or of a variable of the decoder.
 _VOCABULARY = ("embedding", "head")
 _ALONG_N = ("q", "k", "v", "qkv", "gate", "up", "gate_up", *_VOCABULARY)
 _ALONG_K = ("o", "down")
+_ADAPTER = ("base", "lora_a", "lora_b")  # variables of an adapted weight
 _VECTORS = (
-    *("q_bias", "k_bias", "v_bias", "biases", "gate_bias", "up_bias"),
-    *("q_all_norm", "k_all_norm"),
+    *("q_bias", "k_bias", "v_bias", "biases", "gate_bias", "up_bias", "gate_up_bias"),
+    *("q_all_norm", "k_all_norm", "sinks"),
+)
+# Of experts, which are divided along their axis.
+_EXPERTS = (
+    *("gate", "up", "gate_up", "down"),
+    *("gate_bias", "up_bias", "gate_up_bias", "down_bias"),
 )
 
 
@@ -57,6 +66,7 @@ class Division:
     """The mesh with one axis that a decoder is sharded over."""
 
     mesh: jax.sharding.Mesh
+    experts: bool = False  # whether the decoder has experts
 
     @classmethod
     def of(
@@ -87,7 +97,9 @@ class Division:
                 f"{', '.join(possible)}."
             )
         # Arrays have no sharding in their types, so that the loop around the decoder is as ever.
-        return cls(jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,)))
+        axis_types = (AxisType.Auto,)
+        mesh = jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=axis_types)
+        return cls(mesh, config.experts > 0)
 
     @property
     def axis(self) -> str:
@@ -97,15 +109,19 @@ class Division:
     def parts(self) -> int:
         return self.mesh.size
 
+    @property
+    def platform(self) -> str:
+        return self.mesh.devices.flat[0].platform
+
     def place(self, name: str, weight: Any) -> Any:
         """A weight, by its name, on the devices; a vocabulary that needs padding as it is."""
         if self._padding(name, weight):
             return weight
-        weight = self.divisible(name, weight)
+        weight, entries = self.divisible(name, weight), self._entries(name)
         if isinstance(weight, QuantizedArray):
-            specs: Any = _specs(weight, self._entries(name), self.mesh)
+            specs: Any = _specs(weight, entries, self.mesh)
         else:
-            specs = jax.P(*self._entries(name))
+            specs = jax.P(*_padded(entries, weight.ndim)) if entries else jax.P()
         shardings = jax.tree.map(functools.partial(jax.NamedSharding, self.mesh), specs)
         return jax.device_put(weight, shardings)
 
@@ -113,7 +129,8 @@ class Division:
         """A matrix whose rows are divided within super-blocks with a float32 scale for each group;
         others as they are."""
         two_levels = isinstance(weight, QuantizedArray) and weight.format.scale == "two_level"
-        if not two_levels or _kind(name) not in _ALONG_K:
+        entries = self._entries(name)
+        if not two_levels or len(entries) < 2 or entries[-2] is None:
             return weight
         if weight.k // self.parts % SUPER_BLOCK == 0:
             return weight
@@ -159,10 +176,16 @@ class Division:
         )
 
     def _padding(self, name: str, weight: Any) -> int:
-        return -weight.shape[-1] % (ATOM * self.parts) if _kind(name) in _VOCABULARY else 0
+        if _kind(name) not in _VOCABULARY or _part(name) == "lora_a":
+            return 0
+        return -weight.shape[-1] % (ATOM * self.parts)
 
     def _entries(self, name: str) -> tuple[Any, ...]:
-        kind = _kind(name)
+        kind, part = _kind(name), _part(name)
+        if self.experts and kind in _EXPERTS:
+            return (self.axis, None) if kind.endswith("_bias") else (self.axis, None, None)
+        if part in ("lora_a", "lora_b") and (part == "lora_a") != (kind in _ALONG_K):
+            return ()
         if kind in _ALONG_K:
             return (self.axis, None)
         if kind in _ALONG_N:
@@ -189,7 +212,7 @@ class Division:
             weight = weights.pop(name)
             variable.set_value(self.place(name, weight))
             if entries := self._entries(name):
-                entries = (*[None] * (weight.ndim - len(entries)), *entries)
+                entries = _padded(entries, weight.ndim)
                 variable.set_metadata(out_sharding=entries, mesh=self.mesh)
 
     def on_each(
@@ -201,13 +224,20 @@ class Division:
         def local(state: Any, *arguments: Any) -> Any:
             return function(nnx.merge(graph, state), *arguments)
 
+        specs = nnx.get_partition_spec(state), *in_specs
+        return functools.partial(self._mapped(local, specs, out_specs), state)
+
+    def on_columns(self, function: Callable[[Array], Any], values: Array, out_specs: Any) -> Any:
+        """`function` of values (..., columns) of which every device sees its columns."""
+        columns = jax.P(*[None] * (values.ndim - 1), self.axis)
+        return self._mapped(function, (columns,), out_specs)(values)
+
+    def _mapped(
+        self, function: Callable[..., Any], in_specs: Any, out_specs: Any
+    ) -> Callable[..., Any]:
         # check_vma needs the varying axes of results, which kernels of other packages do not give.
         mapped = jax.shard_map(
-            local,
-            mesh=self.mesh,
-            in_specs=(nnx.get_partition_spec(state), *in_specs),
-            out_specs=out_specs,
-            check_vma=False,
+            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
         context, own = jax.sharding.get_abstract_mesh(), self.mesh.abstract_mesh
         if not context.empty and any(
@@ -220,7 +250,15 @@ class Division:
                 "axis_types=(jax.sharding.AxisType.Auto,)."
             )
         # Outside jax.jit, jax.shard_map would compile every operation separately.
-        return functools.partial(jax.jit(mapped, inline=True), state)
+        return jax.jit(mapped, inline=True)
+
+    def check_devices(self, caller: str) -> None:
+        """Checks that no device waited in vain for another one within a call.
+
+        **Raises:** `RuntimeError` with the devices.
+        """
+        if failure := cuda_calls.exchange_failure():
+            raise RuntimeError(f"{caller}: {failure}")
 
     # Inside `on_each`:
 
@@ -236,6 +274,10 @@ class Division:
         there = (own >= 0) & (own < columns)
         return jnp.where(there | ~known, own, 0), there | ~known
 
+    def first(self, count: int) -> Array:
+        """The number of the first of `count` experts that this device has, int32 ()."""
+        return (lax.axis_index(self.axis) * count).astype(jnp.int32)
+
     def exchanging(self, rows: int) -> tuple[int, ...]:
         """CUDA's numbers of the devices, if a decode step of so many rows adds parts within its
         calls; else none."""
@@ -249,10 +291,47 @@ class Division:
         """The largest values of all devices; infinity if one of them is not finite."""
         return lax.pmax(jnp.where(jnp.isfinite(values), values, jnp.inf), self.axis)
 
+    def add_rows(self, values: Array, dtype: Any) -> Array:
+        """The sum of the float32 values (..., columns) of all devices, rounded to `dtype`."""
+        rows, columns = math.prod(values.shape[:-1]), values.shape[-1]
+        devices = self.exchanging(rows) if dtype in (jnp.bfloat16, jnp.float16) else ()
+        if not devices or cuda_calls.unsupported_norm(columns) is not None:
+            return self.add(values).astype(dtype)
+        added = cuda_calls.add_over_devices(values.reshape(rows, columns), dtype, devices)
+        return added.reshape(values.shape)
+
     def join_columns(self, values: Array, columns: int) -> Array:
         """Values (..., columns) of all devices, without padding."""
         whole = lax.all_gather(values, self.axis, axis=values.ndim - 1, tiled=True)
         return whole[..., :columns]
+
+    def argmax(self, values: Array, columns: int) -> tuple[Array, Array]:
+        """The largest values (batch,) in the columns of all devices without padding, and the first
+        columns that have them. NaN counts as the largest."""
+        own = values.shape[-1]
+        column = lax.axis_index(self.axis) * own + jnp.arange(own, dtype=jnp.int32)
+        value, at = first_largest(jnp.where(column[None] < columns, values, -jnp.inf))
+        found = self._gather(jnp.stack([lax.bitcast_convert_type(value, jnp.int32), column[at]]))
+        value = lax.bitcast_convert_type(found[:, 0], jnp.float32)
+        best = jnp.argmax(value, axis=0)[None]
+        value = jnp.take_along_axis(value, best, axis=0)[0]
+        return value, jnp.take_along_axis(found[:, 1], best, axis=0)[0]
+
+    def _gather(self, values: Array) -> Array:
+        """Two int32 values (2, batch) of every device, (parts, 2, batch)."""
+        batch = values.shape[1]
+        devices = self.exchanging(batch)
+        if not devices:
+            return lax.all_gather(values, self.axis)
+        # Each device adds zeros to the bytes of the others; bfloat16 represents 0 to 255.
+        shifts = jnp.arange(0, 32, 8, dtype=jnp.int32)[:, None, None]
+        parts = jnp.arange(self.parts, dtype=jnp.int32)[:, None, None, None]
+        own = ((values[None] >> shifts) & 255)[None]
+        bytes = jnp.where(parts == lax.axis_index(self.axis), own, 0)
+        rows = bytes.reshape(-1, batch).T.astype(jnp.float32)
+        found = cuda_calls.add_over_devices(rows, jnp.bfloat16, devices).astype(jnp.int32)
+        found = found.T.reshape(self.parts, 4, 2, batch)
+        return (found << shifts[None]).sum(axis=1, dtype=jnp.int32)
 
 
 def add_parts(division: Division | None, product: Callable[[Any], Array], dtype: Any) -> Array:
@@ -264,7 +343,8 @@ def add_parts(division: Division | None, product: Callable[[Any], Array], dtype:
 
 def _undivided(config: Config, formats: Mapping[str, Format | None], parts: int) -> str | None:
     """Why a decoder is not divided into so many parts, or None."""
-    for name in ("heads", "kv_heads", "hidden"):
+    whole = "experts" if config.experts else "hidden"
+    for name in ("heads", "kv_heads", whole):
         if (size := getattr(config, name)) % parts:
             return f"{name}={size} is no multiple of {parts} devices, each of which has its own"
     if parts == 1:
@@ -273,8 +353,9 @@ def _undivided(config: Config, formats: Mapping[str, Format | None], parts: int)
     features = {
         "heads": attended,
         "kv_heads": config.kv_heads * config.head_size,
-        "hidden": config.hidden,
     }
+    if not config.experts:
+        features["hidden"] = config.hidden
     for name, size in features.items():
         if size // parts % ATOM:
             return (
@@ -282,7 +363,7 @@ def _undivided(config: Config, formats: Mapping[str, Format | None], parts: int)
                 f"but words are cut in multiples of {ATOM}"
             )
     for name, format in formats.items():
-        size = {"o": attended, "down": config.hidden}.get(_kind(name))
+        size = {"o": attended, "down": features.get("hidden")}.get(_kind(name))
         if size is None or format is None:
             continue
         unit = format.expanded.shard_unit  # super-blocks may be expanded
@@ -296,10 +377,22 @@ def _undivided(config: Config, formats: Mapping[str, Format | None], parts: int)
 
 def _specs(array: QuantizedArray, entries: Any, mesh: Any) -> QuantizedArray:
     """The specs of the leaves of a matrix that is divided as `entries`."""
-    *_, k, n = (None, None, *entries)
-    return array.partition_spec(mesh, k=k, n=n)
+    *lead, k, n = _padded(entries, array.ndim)
+    return array.partition_spec(mesh, k=k, n=n, lead=tuple(lead))
+
+
+def _padded(entries: Any, ndim: int) -> tuple[Any, ...]:
+    """The entries of the last axes of an array, and None for the others."""
+    return (*[None] * (ndim - len(entries)), *entries)
 
 
 def _kind(name: str) -> str:
-    """What decides how a weight is divided: the last word of its name that is no number."""
-    return next(word for word in reversed(name.split(".")) if not word.isdigit())
+    """What decides how a weight is divided: the last word of its name that is no number, and no
+    part of an adapted weight."""
+    words = reversed(name.split("."))
+    return next(word for word in words if not word.isdigit() and word not in _ADAPTER)
+
+
+def _part(name: str) -> str:
+    """The last word of a name."""
+    return name.rpartition(".")[2]

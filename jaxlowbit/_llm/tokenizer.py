@@ -48,6 +48,15 @@ class Tokenizer:
         """The number of tokens. A model's table may have more rows, or fewer."""
         return len(self._pieces)
 
+    @property
+    def control(self) -> frozenset[int]:
+        """The control tokens."""
+        return self._special
+
+    def token_bytes(self) -> list[bytes]:
+        """The bytes of each token; of control tokens the names, of others without text none."""
+        return [piece or b"" for piece in self._pieces]
+
     def encode(
         self, text: str, *, bos: bool | None = None, special: bool | None = None
     ) -> list[int]:

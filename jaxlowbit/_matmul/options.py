@@ -86,10 +86,11 @@ class Options:
                 f"{caller}: the leading axes {lhs.shape[:-2]} of lhs and {rhs.shape[:-2]} of "
                 "rhs do not broadcast; make them equal or 1."
             ) from None
-        if self.preferred_element_type not in (None, lhs.dtype, jnp.float32):
+        dtype = self.preferred_element_type
+        if dtype not in (None, lhs.dtype, jnp.float32):
             raise ValueError(
-                f"{caller}: preferred_element_type is {self.preferred_element_type}, but the "
-                f"result has the dtype of lhs ({lhs.dtype}) or float32; cast the result."
+                f"{caller}: preferred_element_type is {dtype}, but the result has the "
+                f"dtype of lhs ({lhs.dtype}) or float32; cast the result."
             )
         if self.backend is not None:
             self._check_backend(caller, self.backend, lhs, rhs)

@@ -30,10 +30,10 @@ def _abstract_eval(lhs: Any, *operands: Any, problem: Problem) -> Any:
 def equally_varying(*operands: Array | None) -> list[Array]:
     """The operands that are not None; inside `jax.shard_map`, marked as varying along every mesh
     axis that any varies along."""
-    operands = [operand for operand in operands if operand is not None]
-    varying = [frozenset(jax.typeof(x).mat.varying) for x in operands]
+    present = [operand for operand in operands if operand is not None]
+    varying = [frozenset(jax.typeof(x).mat.varying) for x in present]
     axes = frozenset().union(*varying)
     return [
         x if own == axes else lax.pcast(x, tuple(axes - own), to="varying")
-        for x, own in zip(operands, varying, strict=True)
+        for x, own in zip(present, varying, strict=True)
     ]

@@ -170,7 +170,7 @@ def read_folder(path: Path) -> Folder:
     if not single.exists() and not index.exists() and len(files) == 1:
         single = files[0]
     if single.exists() or not index.exists():
-        tensors, metadata = _read_file(single)
+        tensors, metadata = read_file(single)
         return Folder(path, {tensor.name: tensor for tensor in tensors}, metadata, values)
     return Folder(path, *_read_shards(path, index), values)
 
@@ -187,7 +187,7 @@ def _read_shards(path: Path, index: Path) -> tuple[dict[str, Tensor], dict[str, 
     found: dict[str, Tensor] = {}
     metadata: dict[str, str] = {}
     for file in dict.fromkeys(places.values()):
-        tensors, own = _read_file(path / file)
+        tensors, own = read_file(path / file)
         metadata |= own
         for tensor in tensors:
             if tensor.name in found:
@@ -209,7 +209,8 @@ def _is_file_name(text: str) -> bool:
     return Path(text).name == text and text != ".." and size < 256 and "\0" not in text
 
 
-def _read_file(path: Path) -> tuple[list[Tensor], dict[str, str]]:
+def read_file(path: Path) -> tuple[list[Tensor], dict[str, str]]:
+    """The tensors of a safetensors file, whose header is checked, and its metadata."""
     if not path.is_file():
         raise ValueError(f"{path} is missing; {AGAIN}, or name a .gguf file.")
     check_pointer(path)

@@ -130,7 +130,9 @@ def write(
                 file = f"model-{i:05}-of-{len(shards):05}.safetensors"
             parts = {tensor: x for name in names for tensor, x in tensors[name].items()}
             arrays = {x: _description(leaves[x]) for x in names if _is_quantized(leaves[x])}
-            _write_file(folder / file, parts, arrays if own else None, bar.update)
+            metadata = {"format": "np", KEY: __version__} if own else {"format": "pt"}
+            metadata |= {_ARRAY + name: text for name, text in arrays.items()} if own else {}
+            write_file(folder / file, parts, metadata, hashes=own, advance=bar.update)
             places |= dict.fromkeys(parts, file)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": places}
@@ -200,40 +202,33 @@ def _description(array: QuantizedArray) -> str:
     return json.dumps({"layout_version": layout.VERSION, **fields})
 
 
-def _write_file(
+def write_file(
     path: Path,
     tensors: Mapping[str, Any],
-    arrays: Mapping[str, str] | None,
-    advance: Callable[[int], Any],
+    metadata: Mapping[str, str],
+    *,
+    hashes: bool = False,
+    advance: Callable[[int], Any] = lambda nbytes: None,
 ) -> None:
-    """Writes one file, its header last, with the hashes of the tensors."""
+    """Writes a safetensors file, its header last; `hashes` adds hashes to the metadata."""
     # Sizes that are not multiples of the alignment come last, so they shift no other tensor.
     order = sorted(tensors, key=lambda name: tensors[name].nbytes % _ALIGNMENT != 0)
-    length = len(_header(tensors, order, arrays, dict.fromkeys(order, "0" * 64)))
-    hashes = {}
+    found = {_HASH + name: "0" * 64 for name in order} if hashes else {}
+    length = len(_header(tensors, order, {**metadata, **found}))
     with path.open("wb") as file:
         file.seek(length)
         for name in order:
             data = np.ascontiguousarray(np.asarray(tensors[name])).reshape(-1).view(np.uint8)
-            hashes[name] = hashlib.sha256(data).hexdigest()
+            if hashes:
+                found[_HASH + name] = hashlib.sha256(data).hexdigest()
             file.write(data)
             advance(data.size)
         file.seek(0)
-        file.write(_header(tensors, order, arrays, hashes))
+        file.write(_header(tensors, order, {**metadata, **found}))
 
 
-def _header(
-    tensors: Mapping[str, Any],
-    order: Sequence[str],
-    arrays: Mapping[str, str] | None,
-    hashes: Mapping[str, str],
-) -> bytes:
+def _header(tensors: Mapping[str, Any], order: Sequence[str], metadata: Mapping[str, str]) -> bytes:
     """The header after its length, padded with spaces to a multiple of the alignment."""
-    metadata = {"format": "pt"}
-    if arrays is not None:
-        metadata = {"format": "np", KEY: __version__}
-        metadata |= {_ARRAY + name: text for name, text in arrays.items()}
-        metadata |= {_HASH + name: text for name, text in hashes.items()}
     header: dict[str, Any] = {"__metadata__": metadata}
     start = 0
     for name in order:

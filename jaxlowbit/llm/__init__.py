@@ -3,6 +3,7 @@
 It needs the extra `llm`; importing `jaxlowbit` imports none of it.
 """
 
+from .._llm.adapters import LoRA as LoRA
 from .._llm.bench import Speed as Speed
 from .._llm.bench import bench as bench
 from .._llm.config import Config as Config
@@ -18,6 +19,10 @@ from .._llm.language_model import init as init
 from .._llm.language_model import load as load
 from .._llm.language_model import save as save
 from .._llm.language_model import shard as shard
+from .._llm.lora import adapt as adapt
+from .._llm.lora import merge_adapter as merge_adapter
+from .._llm.lora import save_adapter as save_adapter
 from .._llm.perplexity import Perplexity as Perplexity
 from .._llm.perplexity import perplexity as perplexity
+from .._llm.plan import plan as plan
 from .._llm.session import Session as Session

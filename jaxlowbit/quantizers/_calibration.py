@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,18 @@ def check_statistics(caller: str, name: str, statistics: Statistics | None) -> S
             "batches out, or use a wider dtype of activations."
         )
     return statistics
+
+
+def warn_of_few_rows(caller: str, name: str, rows: int, features: int) -> bool:
+    """Warns, and returns True, if a layer has more input features than rows of inputs."""
+    if rows < features:
+        warnings.warn(
+            f"{caller}: calibration has {rows:,} rows of inputs for {name}, fewer than its "
+            f"{features:,} input features: full second moments are singular, and damping decides "
+            "about the rest. Pass more batches.",
+            stacklevel=4,
+        )
+    return rows < features
 
 
 @jax.jit

@@ -1,5 +1,6 @@
 """The quantizers by name: one for each module of this folder without a leading underscore."""
 
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -72,8 +73,15 @@ def find(caller: str, quantizer: Any, format: Format, options: Mapping[str, Any]
 
 def factors_of(quantizer: Any) -> Callable[..., Any] | None:
     """The function of a quantizer that computes factors of input features, or None."""
-    name = _PAIRS.get(quantizer, (quantizer,))[0] if isinstance(quantizer, str) else None
-    return _MODULES[name].factors if name in _SCALING else None
+    first, *then = _PAIRS.get(quantizer, (quantizer,)) if isinstance(quantizer, str) else (None,)
+    return _factors(first, *then) if first in _SCALING else None
+
+
+@functools.cache  # one function for each pair: it is a static argument of a program
+def _factors(first: str, last: str | None = None) -> Callable[..., Any]:
+    factors = _MODULES[first].factors
+    importance = None if last is None else getattr(_MODULES[last], "importance", None)
+    return factors if importance is None else functools.partial(factors, importance=importance)
 
 
 def check_calibration(caller: str, quantizer: Any, calibrated: bool) -> None:

@@ -5,10 +5,11 @@ Acceleration", 2024. Rows of a weight are multiplied by factors before rounding,
 divided by them. The operation before the matrix takes the division (`Calibration`). The factors are
 a power, found by a grid search, of the size of each input feature (equations 4 and 5 of the paper).
 Sizes are root mean squares here, the paper's are mean magnitudes. The cost of a power is the
-squared error of the products, from the second moments of the inputs.
+squared error of the products, from the second moments of the inputs; before GPTQ it is the squared
+error that compensation leaves.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -35,13 +36,22 @@ def quantize(
     return mse.quantize(weight, format, statistics, **options)
 
 
-def factors(weights: Sequence[Array], formats: Sequence[Format], statistics: Statistics) -> Array:
+def factors(
+    weights: Sequence[Array],
+    formats: Sequence[Format],
+    statistics: Statistics,
+    importance: Callable[[Statistics], Array] | None = None,
+) -> Array:
     """The factors (k,) of the rows of weights (k, n) that share inputs.
 
     They are 1 if no power lowers the error.
 
-    **Arguments:** `statistics`: with full second moments.
+    **Arguments:**
+
+    - `statistics`: with full second moments.
+    - `importance`: None, or the function of the quantizer that follows, such as `gptq.importance`.
     """
+    rows = None if importance is None else importance(statistics)[:, None]
     sizes = jnp.sqrt(statistics.mean_squares)
     sizes = jnp.where(sizes > 0, sizes, jnp.max(sizes))
 
@@ -57,7 +67,8 @@ def factors(weights: Sequence[Array], formats: Sequence[Format], statistics: Sta
             scale, zero = groups.fit(*groups.extremes())
             rounded = groups.pack(scale, zero).dequantize(jnp.float32)
             error = rounded / factor - weight
-            total += jnp.sum(error * jnp.matmul(statistics.second_moments, error))
+            moved = jnp.matmul(statistics.second_moments, error) if rows is None else rows * error
+            total += jnp.sum(error * moved)
         return total
 
     costs = lax.map(cost, jnp.asarray(_POWERS))

@@ -31,6 +31,7 @@ from ._statistics import Statistics
 STATISTICS = "full"
 REQUIRED = True  # of models
 
+_DAMPING = 0.01
 _BLOCK = 128  # rows per block
 _HIGHEST = lax.Precision.HIGHEST
 
@@ -40,7 +41,7 @@ def quantize(
     format: Format,
     statistics: Statistics | None,
     *,
-    damping: float = 0.01,
+    damping: float = _DAMPING,
     act_order: bool = True,
     clip: bool = True,
     sweeps: int = 0,
@@ -86,6 +87,12 @@ def quantize(
 
     values = _mapped(rounded, len(lead), groups.values, factored, *represented)
     return groups.pack(scale, zero, values)
+
+
+def importance(statistics: Statistics) -> Array:
+    """Weights (k,) of the squared error of each row, whose sum is the error of the products after
+    compensation; the reciprocal squares of the diagonal of the factor."""
+    return _factor(statistics.second_moments, _DAMPING, True).importance
 
 
 def _mapped(function: Any, axes: int, *operands: Any) -> Any:

@@ -30,8 +30,13 @@ def quantize(
     return absmax.quantize(weight, format, statistics, **options)
 
 
-def factors(weights: Sequence[Array], formats: Sequence[Format], statistics: Statistics) -> Array:
+def factors(
+    weights: Sequence[Array],
+    formats: Sequence[Format],
+    statistics: Statistics,
+    importance: Any = None,
+) -> Array:
     """The factors (k,) of the rows of weights (k, n) that share inputs."""
-    del formats
+    del formats, importance
     joined = jnp.concatenate([weight.astype(jnp.float32) for weight in weights], axis=1)
     return smoothing_factor(statistics.absmax, joined)

@@ -15,7 +15,7 @@ for package in ("gguf", "jinja2", "safetensors", "tokenizers", "tqdm"):
     pytest.importorskip(package, reason=f"{package} is not installed")
 
 from jaxlowbit import INT8, QuantizedArray, llm  # noqa: E402
-from jaxlowbit.checkpoint._files import _read_file  # noqa: E402
+from jaxlowbit.checkpoint._files import read_file  # noqa: E402
 
 DATA = Path(__file__).parents[1] / "data" / "checkpoints"
 TOKENS = np.array([[3, 1, 4, 1, 5, 9, 2, 6, 200, 100, 50, 25]])
@@ -49,7 +49,7 @@ def test_logits_match_transformers(name, options, tolerance, tmp_path):
     assert model.decoder.lhs_qtype == ("int8" if options else None)
     quantized = [x for x in model.report.tensors if x.format is not None]
     assert len(quantized) == 7  # all but the embedding
-    (expected,), _ = _read_file(DATA / name / "logits.safetensors")
+    (expected,), _ = read_file(DATA / name / "logits.safetensors")
     expected = np.array(expected.array())
     found = logits(model)
     assert np.abs(found - expected).max() <= tolerance * np.abs(expected).max()

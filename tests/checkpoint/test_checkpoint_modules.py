@@ -14,7 +14,7 @@ for package in ("safetensors", "tqdm"):
 from safetensors.numpy import save_file  # noqa: E402
 
 from jaxlowbit import Format, QuantizedArray, checkpoint  # noqa: E402
-from jaxlowbit.checkpoint._files import _read_file  # noqa: E402
+from jaxlowbit.checkpoint._files import read_file  # noqa: E402
 from jaxlowbit.checkpoint._kinds import gptq  # noqa: E402
 from jaxlowbit.checkpoint._load import open_folder  # noqa: E402
 from jaxlowbit.checkpoint._registry import MODULES  # noqa: E402
@@ -41,7 +41,7 @@ def test_weights_match_the_library(folder):
     test_checkpoint_libraries.py compares them after packing.
     """
     contents = open_folder(DATA / folder)
-    expected, _ = _read_file(DATA / folder / "expected.safetensors")
+    expected, _ = read_file(DATA / folder / "expected.safetensors")
     assert {tensor.name for tensor in expected} == contents.matrices.keys()
     for tensor in expected:
         matrix, weight = contents.matrices[tensor.name], np.array(tensor.array())
@@ -132,7 +132,7 @@ def test_adding_one_to_zeros_of_gptq_carries_across_words(tmp_path):
 
 
 def test_invalid_groups_of_inputs_raise(tmp_path):
-    tensors = {x.name: np.array(x.array()) for x in _read_file(DATA / "gptq/model.safetensors")[0]}
+    tensors = {x.name: np.array(x.array()) for x in read_file(DATA / "gptq/model.safetensors")[0]}
     tensors["m.w4.g_idx"][:] = 0
     save_file(tensors, tmp_path / "model.safetensors")
     shutil.copy(DATA / "gptq/config.json", tmp_path)
@@ -168,7 +168,7 @@ NAMES = {"m.w4.qweight": "a.safetensors", "m.w4.qzeros": "b.safetensors"}
     ],
 )
 def test_indices_that_name_other_files_or_tensors_raise(places, sentence, tmp_path):
-    tensors = {x.name: np.array(x.array()) for x in _read_file(DATA / "gptq/model.safetensors")[0]}
+    tensors = {x.name: np.array(x.array()) for x in read_file(DATA / "gptq/model.safetensors")[0]}
     for name, file in NAMES.items():
         save_file({name: tensors[name]}, tmp_path / file)
     both = {name: tensors[name] for name in ("m.w4.qweight", "m.w3.qweight")}

@@ -345,6 +345,11 @@ def test_commands(files, tmp_path, capsys):
     assert "layers.*.o" in capsys.readouterr().out
     main(["inspect", str(files / "a.gguf"), "--json"])
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["kind"] == "GGUF, llama"
+    (tmp_path / "text").write_text("a b c d " * 150)
+    inputs = ["--method", "gptq", "--calibration", str(tmp_path / "text"), "--samples", "1"]
+    main(["quantize", str(files / "hf"), f"{target}4", "--format", "int4-g64", *inputs])
+    weights = [checkpoint.load(path)["layers.0.gate"] for path in (target, f"{target}4")]
+    assert weights[0].format == weights[1].format and (weights[0].packed != weights[1].packed).any()
     main(["convert", target, f"{target}2"])
     capsys.readouterr()
     file = tmp_path / "x2" / "model.safetensors"
@@ -357,6 +362,10 @@ def test_commands(files, tmp_path, capsys):
         (
             ["quantize", str(files / "hf"), f"{target}3", "--format", "int4", "--rule", "x"],
             "--rule",
+        ),
+        (
+            ["quantize", str(files / "hf"), f"{target}3", "--format", "int4", "--method", "gptq"],
+            "needs statistics",
         ),
         (["inspect", f"{target}3"], "does not exist"),
     ]

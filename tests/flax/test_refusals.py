@@ -37,7 +37,12 @@ def wide(kernel):
 UNUSABLE: Any = {
     "values": (infinite, INT4, (1, 1), r"values that are NaN or infinite, the first at \(3, 4\)"),
     "dtype": (integers, INT4, (1, 1), r"weight is int32, but it must be float32"),
-    "scales": (wide, Format(1, 32, "float"), (1, 1), "span a range larger than that of float16 scales"),
+    "scales": (
+        wide,
+        Format(1, 32, "float"),
+        (1, 1),
+        "span a range larger than that of float16 scales",
+    ),
     "format": (None, {"1": Format(1), "": INT4}, (1, 1), "a 1-bit code without a zero"),
     "shards": (None, INT4, {"1": (7, 1)}, r"cuts k=64 into 7 parts"),
 }

@@ -150,7 +150,7 @@ def test_invalid_statistics_raise(changes, message):
     result = jax.ShapeDtypeStruct(arrays[0].shape, arrays[0].dtype)
     with pytest.raises(jax.errors.JaxRuntimeError, match=rf"attend: {message}.*\."):
         out = jax.ffi.ffi_call(call.ATTEND_TARGET, result)(
-            *arrays, **call.versions("attend"), **sizes, scale=np.float32(1)
+            *arrays, caller="attend", **call.VERSIONS, **sizes, scale=np.float32(1)
         )
         jax.block_until_ready(out)
 

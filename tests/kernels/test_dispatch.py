@@ -5,10 +5,18 @@ from typing import Any
 
 import pytest
 import shapes
+from fit_costs import asked
 
-from jaxlowbit._backends import call, extension
+from jaxlowbit._backends.extension import ffi
 
-select = extension.ffi.select
+
+def select(**fields: Any) -> dict[str, Any]:
+    return ffi.select(**asked(fields))
+
+
+def candidates(**fields: Any) -> list[tuple[str, int, int, int, int, int]]:
+    return ffi.candidates(**asked(fields))
+
 
 H200: dict[str, Any] = {"compute_capability": 90, "num_sms": 132, "shared_bytes_per_sm": 228 * 1024}
 A100: dict[str, Any] = {"compute_capability": 80, "num_sms": 108, "shared_bytes_per_sm": 164 * 1024}
@@ -26,12 +34,12 @@ SHAPES = list(
 @pytest.mark.parametrize("device", DEVICES)
 def test_every_choice_respects_its_limits(device, bits):
     for (m, n, k), batch in itertools.product(SHAPES, [1, 8]):
-        for limit in (extension.ffi.MAX_WORKSPACE_BYTES, 1 << 16, 0):
+        for limit in (ffi.MAX_WORKSPACE_BYTES, 1 << 16, 0):
             problem: dict[str, Any] = {"m": m, "n": n, "k": k, "bits": bits, "batch": batch}
             choice = select(**problem, **DEVICES[device], workspace_bytes=limit)
             assert choice["unsupported"] == "", problem
             block_m, split = choice["block_m"], choice["split_k"]
-            assert 1 <= split <= extension.ffi.MAX_SPLIT_K and split <= -(-k // 16), problem
+            assert 1 <= split <= ffi.MAX_SPLIT_K and split <= -(-k // 16), problem
             padded = batch * m * -(-n // 64) * 64
             if choice["kernel"] == "qmm_sm80":
                 assert block_m in (8, 16, 32, 64), problem
@@ -47,10 +55,10 @@ def test_every_choice_respects_its_limits(device, bits):
 def test_the_workspace_suffices_for_every_choice():
     """The workspace allocated without knowing the device suffices on each device."""
     for (m, n, k), device in itertools.product(SHAPES, DEVICES.values()):
-        allocated = call.workspace_bytes(1, m, n)
+        allocated = ffi.partial_sums_bytes(asked({"m": m, "n": n, "k": k})["product"])
         best = select(m=m, n=n, k=k, **device)
         assert select(m=m, n=n, k=k, **device, workspace_bytes=allocated) == best, (m, n, k)
-        assert allocated <= extension.ffi.MAX_WORKSPACE_BYTES
+        assert allocated <= ffi.MAX_WORKSPACE_BYTES
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -58,7 +66,8 @@ def test_choices_for_gated_pairs(device):
     """Partial sums fit the workspace of both products."""
     for (m, n, k), limit in itertools.product(SHAPES[::5], (None, 1 << 20)):
         problem: dict[str, Any] = {"m": m, "n": n, "k": k, **DEVICES[device]}
-        allocated = call.workspace_bytes(2, m, n) if limit is None else limit
+        product = asked({"m": m, "n": n, "k": k, "gated": True})["product"]
+        allocated = ffi.partial_sums_bytes(product) if limit is None else limit
         choice = select(**problem, gated=True, workspace_bytes=allocated)
         assert choice["unsupported"] == ""
         sums = 4 * choice["split_k"] * m * 2 * -(-n // 64) * 64
@@ -71,7 +80,7 @@ def test_choices_do_not_change_between_calls():
         for m in range(1, 5001):
             problem: dict[str, Any] = {"m": m, "n": 128, "k": 128, **SMALL}
             choice = select(**problem)
-            (kernel, block_m, split_k, *_), *_ = extension.ffi.candidates(**problem)
+            (kernel, block_m, split_k, *_), *_ = candidates(**problem)
             found = choice["kernel"], choice["block_m"], choice["split_k"]
             assert found == (kernel, block_m, split_k), problem
 
@@ -149,7 +158,7 @@ def test_small_weights_use_tiles_of_one_strip(m, n, k):
     """Gated pairs need tiles of two strips."""
     tiles = []
     for gated in (False, True):
-        kernel, *_, tile, _ = extension.ffi.candidates(m=m, n=n, k=k, gated=gated, **H200)[0]
+        kernel, *_, tile, _ = candidates(m=m, n=n, k=k, gated=gated, **H200)[0]
         assert kernel == "qmm_sm90"
         tiles.append(tile)
     assert tiles[0] in (2, 6) and tiles[1] not in (2, 6)  # kTiles of cuda/kernels/sm90/plan.h
@@ -180,9 +189,9 @@ def test_more_tokens_use_larger_tiles():
 
 def microseconds(kernel, **problem):
     """The cost model's time for the first candidate of the kernel."""
-    found = next(c for c in extension.ffi.candidates(**problem) if c[0] == kernel)
-    choice = extension.ffi.KERNELS.index(kernel), *found[1:]
-    model = extension.ffi.CostModel(kernel, [(extension.ffi.question(**problem), choice)])
+    found = next(c for c in candidates(**problem) if c[0] == kernel)
+    choice = ffi.KERNELS.index(kernel), *found[1:]
+    model = ffi.CostModel(kernel, [(ffi.question(**asked(problem)), choice)])
     return model.microseconds(model.constants)[0]
 
 
@@ -228,7 +237,7 @@ def test_int8_lhs_with_one_accumulator_per_channel_has_tiles_of_256_rows(bits):
         problem = {"m": 256, "n": 14336, "k": 4096, "bits": bits, "gated": gated, **H200}
         assert select(lhs="int8", group_size=-1, **problem)["block_m"] == 256
         assert select(lhs="int8", group_size=128, **problem)["block_m"] <= 192
-        found = extension.ffi.candidates(group_size=-1, **problem)
+        found = candidates(group_size=-1, **problem)
         assert found and all(tile < 18 for *_, tile, _ in found)  # not available for 16 bits
 
 

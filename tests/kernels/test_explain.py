@@ -34,14 +34,13 @@ def test_explain_matches_the_selection():
     }.items():
         capability, num_sms, shared = numbers
         for m in (1, 17, 200):
+            product = call.record(INT4, "bfloat16", "bfloat16", m=m, n=N, k=K)
             chosen = extension.ffi.select(
-                m=m,
-                n=N,
-                k=K,
+                product,
                 compute_capability=capability,
                 num_sms=num_sms,
                 shared_bytes_per_sm=shared,
-                workspace_bytes=call.workspace_bytes(1, m, N),
+                workspace_bytes=extension.ffi.partial_sums_bytes(product),
             )
             text = explain(like(m, K), weight(), device=device)
             assert f"block_m={chosen['block_m']}, split_k={chosen['split_k']}" in text
@@ -153,17 +152,9 @@ def test_quantized_activations(m, dtype, format, device, said):
     assert f"bfloat16, rounded to {dtype}, ({m}, {K}) @" in rounded
     assert rounded.splitlines()[1:] == given.splitlines()[1:]
     if values == "in 8 bits":
-        chosen = extension.ffi.select(
-            m=m,
-            n=N,
-            k=K,
-            lhs=dtype,
-            bits=format.bits,
-            codebook="e4m3" if format == FP8 else "none",
-            group_size=format.group_size,
-            zero=format.zero,
-            workspace_bytes=call.workspace_bytes(1, m, N),
-        )
+        product = call.record(format, dtype, "bfloat16", m=m, n=N, k=K)
+        bytes = extension.ffi.partial_sums_bytes(product)
+        chosen = extension.ffi.select(product, workspace_bytes=bytes)
         assert f"block_m={chosen['block_m']}, split_k={chosen['split_k']}" in given
 
 

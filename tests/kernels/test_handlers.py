@@ -34,7 +34,7 @@ OUT = ((1, 2, 40), "float32")
 def attributes(record, operands, codebook=0):
     """The attributes of a call with one product and these operands, by name."""
     places = {f"{name}_at": i + 1 for i, name in enumerate(operands)}
-    found = call.versions("quantized_matmul")
+    found: dict[str, Any] = {"caller": "quantized_matmul", **call.VERSIONS}
     found["products"] = np.array(ffi.product(**RECORD | record, **places, out_at=-1))
     found["steps"] = np.array(ffi.step(kind="multiply"))
     if codebook > 0:

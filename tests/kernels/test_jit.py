@@ -1,5 +1,6 @@
 """JIT compilation of kernels: the compiler and the cache of its binaries. Needs no GPU."""
 
+import functools
 import json
 import os
 import random
@@ -16,7 +17,7 @@ import pytest
 import wgmma_hazards
 
 from jaxlowbit import NF4, Format
-from jaxlowbit._backends import extension, instances
+from jaxlowbit._backends import extension, instances, registry
 from jaxlowbit._backends.extension import BUILD, ffi
 from jaxlowbit._command import main
 from jaxlowbit._tuning.info import report
@@ -360,24 +361,22 @@ def toolchain(monkeypatch, tmp_path):
     """A fake `ffi.toolchain`."""
     said = {"error": "", "compiler": "nvrtc 13.9", "path": "/lib/nvrtc", "cache": str(tmp_path)}
     monkeypatch.setattr(extension.ffi, "toolchain", lambda: said)
-    extension.uncompiled.cache_clear()
-    yield said
-    extension.uncompiled.cache_clear()
+    return said
 
 
 def test_widths_without_a_compiler_have_a_reason(toolchain):
     toolchain["error"] = "there is none"
-    bfloat16 = jnp.dtype("bfloat16")
+    missing = functools.partial(registry.unsupported, "cuda", jnp.dtype("bfloat16"))
     whats = {Format(bits): f"{bits} bits" for bits in ffi.COMPILED_BITS}
     whats |= {NF4: "codebooks", Format(8, 32, scale="e8m0"): "8-bit scales"}
     for format, what in whats.items():
-        reason = extension.uncompiled(format, bfloat16)
+        reason = missing(format)
         assert reason == f"its kernels for {what} are compiled where they run, and there is none"
     for format in map(Format, ffi.KERNEL_BITS):
-        assert extension.uncompiled(format, bfloat16) is None
-        transposed = extension.uncompiled(format, bfloat16, transposed=True)
+        assert missing(format) is None
+        transposed = missing(format, transposed=True)
         assert transposed is not None and "kernels for transposed products" in transposed
-        float32 = extension.uncompiled(format, jnp.dtype("float32"))
+        float32 = registry.unsupported("cuda", jnp.dtype("float32"), format)
         assert float32 is not None and "kernels for float32 lhs" in float32
 
 

@@ -98,8 +98,9 @@ def write(path, problems, times):
     """Writes a file in the driver's format, with times computed by a function of the choice."""
     with gzip.open(path, "wt") as file:
         for fields in problems:
-            question = ffi.question(**DEVICE, **fields)
-            found = [(ffi.KERNELS.index(c[0]), *c[1:]) for c in ffi.candidates(**DEVICE, **fields)]
+            asked = fit_costs.asked(DEVICE | fields)
+            question = ffi.question(**asked)
+            found = [(ffi.KERNELS.index(c[0]), *c[1:]) for c in ffi.candidates(**asked)]
             choices = [[*choice, times(fields["m"], question, choice)] for choice in found]
             line = {"device": DEVICE, "problem": fields, "choices": choices}
             file.write(json.dumps(line) + "\n")
@@ -159,7 +160,7 @@ def test_a_table_contains_only_clearly_faster_choices(root, monkeypatch):
         return faster.get((m, choice), 10.0)
 
     def choices(fields):
-        found = ffi.candidates(**DEVICE, **fields)
+        found = ffi.candidates(**fit_costs.asked(DEVICE | fields))
         return [(ffi.KERNELS.index(c[0]), *c[1:]) for c in found]
 
     fields = [problem(16, 4096, 4096), problem(64, 4096, 4096), problem(128, 4096, 4096)]

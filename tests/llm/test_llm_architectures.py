@@ -94,6 +94,9 @@ def test_names_of_weights():
     names = KNOWN.gguf.tensors
     assert weight_name("blk.12.attn_q.weight", names) == "layers.12.q"
     assert weight_name("output.weight", names) == "head"
+    assert weight_name("blk.3.ffn_up.12.weight", {"blk.N.ffn_up.E.weight": "layers.N.up.E"}) == (
+        "layers.3.up.12"
+    )
     for name in ("blk.x.attn_q.weight", "blk.1.2.attn_q.weight", "blk.1.output.weight"):
         assert weight_name(name, names) is None
 
@@ -101,8 +104,11 @@ def test_names_of_weights():
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_an_entry_names_every_weight_of_its_parts(name):
     entry = ARCHITECTURES[name]
-    shapes = Config(name, 1, 64, 2, 1, 32, 128, 256, 128, **entry.fields(64)).shapes()
+    has_experts = entry.huggingface is not None and entry.huggingface.experts
+    experts = {"experts": 4, "experts_per_token": 2} if has_experts else {}
+    sizes = 1, 64, 2, 1, 32, 128, 256, 128
+    shapes = Config(name, *sizes, **experts, **entry.fields(64)).shapes()
     for files in (entry.gguf, entry.huggingface):
         if files is not None:
-            named = [x.replace("N", "0") for x in files.tensors.values()]
+            named = [x.replace("N", "0").removesuffix(".E") for x in files.tensors.values()]
             assert shapes.keys() <= {part for name in named for part in fused(name) or (name,)}

@@ -75,12 +75,13 @@ WRONG = {
     r"load: the calibration has token 900, but": {"calibration": TOKENS + 900 - TOKENS.max()},
     r"load: the text of the calibration has \d+ tokens, but a window": {"calibration": "short"},
     r"load: the batches of the calibration are": {"calibration": [[0.5, 1.0]]},
+    r"load: calibration has 20 rows of inputs for layers.0.q": {"calibration": TOKENS[:1, :20]},
 }
 
 
 @pytest.mark.parametrize("message", WRONG)
 def test_wrong_calibrations(tiny, message):
-    with pytest.raises((TypeError, ValueError), match=message):
+    with pytest.raises((TypeError, ValueError, UserWarning), match=message):
         loaded(tiny, **{"quantizer": gptq.quantize} | WRONG[message])
 
 

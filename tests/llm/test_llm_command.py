@@ -126,7 +126,7 @@ def test_every_option_of_drawing_matches_generate(monkeypatch, capsys):
     for name, value in DRAWING.items():
         for one in value if isinstance(value, list) else [value]:
             flags += [f"--{name.replace('_', '-')}", str(one)]
-    others = {"model", "prompt", "n", "logprobs", "template_options"}
+    others = {"model", "prompt", "n", "logprobs", "schema", "template_options"}
     assert inspect.signature(generate).parameters.keys() - others == DRAWING.keys()
     main(["generate", "m", "--raw", "--prompt", "hi", "--n", "2", "--json", *flags])
     expected = generate(model(), "hi", n=2, **DRAWING)
@@ -437,3 +437,17 @@ def test_the_module_is_a_command():
     assert run.returncode == 1
     assert run.stderr.startswith("jaxlowbit generate: /nowhere does not exist; ")
     assert run.stderr.count("\n") == 1
+
+
+def test_chat_continues_a_session(monkeypatch, capsys, tmp_path):
+    path = str(tmp_path / "session")
+    for turns in (0, 1):
+        given(monkeypatch, b"hi\n")
+        main(["chat", "m", "--session", path, *GREEDY])
+        notices = capsys.readouterr().err
+        assert (f"continues {path}; turns: {turns}" in notices) == (turns > 0)
+    status, message = failed(["chat", "m", "--session", str(tmp_path / "no" / "x")], capsys)
+    assert status == 1 and "does not exist" in message
+    (tmp_path / "session").write_bytes(b"x")
+    status, message = failed(["chat", "m", "--session", path], capsys)
+    assert status == 1 and "start a new session" in message

@@ -50,6 +50,10 @@ OF_KIND = {
         "use_sliding_window": {"sliding_window": 8},
     },
     "phi3": {"original_max_position_embeddings": {"rope_scaling": _LONGROPE}},
+    "qwen3_moe": {
+        "sliding_window": {"use_sliding_window": True},
+        "use_sliding_window": {"sliding_window": 8},
+    },
 }
 
 
@@ -176,6 +180,13 @@ def test_missing_entries_have_the_defaults_of_the_class(kind, tmp_path):
         ("gemma3_text", {"use_bidirectional_attention": "all"}),
         ("llama", {"is_causal": False}),
         ("llama", {"num_local_experts": 8}),
+        ("mixtral", {"num_local_experts": 8, "num_experts": 4}),
+        ("mixtral", {"num_local_experts": 0}),
+        ("qwen3_moe", {"decoder_sparse_step": 2}),
+        ("qwen3_moe", {"mlp_only_layers": [3]}),
+        ("gpt_oss", {"swiglu_limit": 6.0}),
+        ("gpt_oss", {"swiglu_alpha": 1.0}),
+        ("gpt_oss", {"hidden_act": "gelu_pytorch_tanh"}),
         ("qwen2", {"pruned_heads": {"0": [1]}}),
         ("qwen3", {"per_layer_config": {"0": {"hidden_size": 32}}}),
         ("llama", {"residual_multiplier": 0.22}),
@@ -273,6 +284,26 @@ RELEASED = {
     "Qwen3-0.6B": ("qwen3", {
         "attention_bias": False, "max_window_layers": 28, "rope_scaling": None,
         "sliding_window": None, "use_sliding_window": False, "tie_word_embeddings": True}),
+    "Mixtral-8x7B-Instruct-v0.1": ("mixtral", {
+        "architectures": ["MixtralForCausalLM"], "eos_token_id": 2, "num_experts_per_tok": 2,
+        "num_local_experts": 8, "output_router_logits": False, "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02, "sliding_window": None}),
+    "Qwen3-30B-A3B": ("qwen3_moe", {
+        "decoder_sparse_step": 1, "eos_token_id": 5, "intermediate_size": 6144,
+        "max_window_layers": 48, "mlp_only_layers": [], "moe_intermediate_size": 768,
+        "norm_topk_prob": True, "num_experts": 128, "num_experts_per_tok": 8,
+        "output_router_logits": False, "rope_scaling": None, "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.001, "sliding_window": None, "use_sliding_window": False}),
+    "gpt-oss-20b": ("gpt_oss", {
+        "attention_bias": True, "eos_token_id": 2, "experts_per_token": 4,
+        "hidden_act": "silu", "initial_context_length": 4096,
+        "layer_types": ["sliding_attention", "full_attention"] * 3, "num_experts_per_tok": 4,
+        "num_local_experts": 32, "output_router_logits": False, "rope_theta": 150000,
+        "rope_scaling": {
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0,
+            "original_max_position_embeddings": 4096, "rope_type": "yarn", "truncate": False},
+        "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
+        "quantization_config": {"quant_method": "mxfp4"}}),
     "gemma-3-1b-it": ("gemma3_text", {
         "attn_logit_softcapping": None, "cache_implementation": "hybrid",
         "eos_token_id": [1, 106], "final_logit_softcapping": None,
@@ -344,7 +375,8 @@ def test_every_key_of_llama_cpp_is_in_a_table(architecture):
     ("changes", "match"),
     [
         ({"attention.causal": False}, "'llama.attention.causal' is False"),
-        ({"expert_count": 8}, "has no experts"),
+        ({"expert_count": 8}, "'llama.expert_used_count' is 0, but both"),
+        ({"expert_shared_count": 1}, "has no such experts"),
         ({"logit_scale": 0.125}, "scales neither"),
         ({"residual_scale": 0.22}, "scales neither"),
         ({"embedding_scale": 12.0}, "scales neither"),

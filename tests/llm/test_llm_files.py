@@ -290,7 +290,7 @@ METADATA = [
     ({"llama.attention.head_count_kv": [2, 1]}, r"\[2, 1\], but the layers of the decoder"),
     ({"llama.rope.dimension_count": 33}, "rope_size=33, but elements rotate in pairs"),
     ({"llama.rope.dimension_count_swa": 32}, "is 32, but it must be 64 for attention"),
-    ({"llama.expert_count": 8}, "8, but the decoder here has no experts"),
+    ({"llama.expert_shared_count": 8}, "8, but the decoder here has no such experts"),
     ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, "'longrope'"),
     ({"llama.attention.layer_norm_rms_epsilon": -1.0}, "norm_epsilon=-1.0, but it must be above 0"),
     ({"general.type": "adapter"}, "general.type is 'adapter', but a whole model is read; merge"),

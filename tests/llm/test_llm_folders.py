@@ -179,7 +179,7 @@ def test_folders_raise(tmp_path):
 OTHER_FOLDERS = {
     "a PEFT adapter": (
         {"adapter_config.json": '{"base_model_name_or_path": "org/base"}'},
-        r"is a PEFT adapter of 'org/base' .*merge it .*merge_and_unload",
+        r"is a PEFT adapter of 'org/base' .*load its model .*--adapter",
     ),
     "PyTorch's weights": (
         {"config.json": "{}", "pytorch_model.bin": "", "tokenizer.json": "{}"},

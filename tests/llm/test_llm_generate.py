@@ -95,6 +95,17 @@ def test_a_stream_equals_generate(monkeypatch):
         assert [len(group) for group in groups] == sizes
 
 
+def test_steps_without_the_host_give_the_same_tokens(monkeypatch):
+    """As on a GPU. The first sequence ends by a token of eos."""
+    eos = generate(model(), PROMPT, max_new_tokens=40).tokens[11]
+    one = model(eos=(eos,))
+    want = generate(one, [PROMPT, LONG], max_new_tokens=45)
+    monkeypatch.setattr(loop, "_stride", lambda model: 8)
+    found = generate(one, [PROMPT, LONG], max_new_tokens=45)
+    assert [x[:4] for x in found] == [x[:4] for x in want]
+    assert want[0].finish == "eos" and len(want[1].tokens) == 45
+
+
 def test_draws_match_the_seed():
     options = {"max_new_tokens": 40, "temperature": 1.0, "top_k": 50, "top_p": 0.9}
     first = generate(model(), PROMPT, seed=3, **options)
@@ -142,13 +153,15 @@ def test_prompts_of_a_bucket_and_tokens_compile_nothing(caplog):
 
 
 def traced(decoder):
-    """A traced call that draws three tokens for two sequences, and its state."""
+    """A traced call that draws eight tokens for two sequences as on a GPU, and its state."""
     graph, state = nnx.split(decoder)
     cache = make_cache(decoder.config, 2, 256, decoder.dtype)
     zeros = jnp.zeros(2, jnp.int32)
     start = loop.State(cache, jnp.zeros((2, LLAMA.vocabulary)), zeros, zeros == 1)
     ends, key = loop.Ends(jnp.zeros(0, jnp.int32), zeros + 256), jax.random.key(0)
-    return loop.decode.trace(graph, state, start, np.int32(3), ends, key, Sampling()), start
+    return loop.decode.trace(
+        graph, state, start, np.int32(8), ends, key, Sampling(), None, 8
+    ), start
 
 
 @functools.cache

@@ -3,7 +3,6 @@
 Weights, names and keys of the GGUF files are written as llama.cpp's converter does.
 """
 
-import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,38 +12,16 @@ import pytest
 for package in ("gguf", "jinja2", "safetensors", "tokenizers", "tqdm"):
     pytest.importorskip(package, reason=f"{package} is not installed")
 
-import gguf  # noqa: E402
-from golden_architectures import CASES, PATH, TOKENS, weight  # noqa: E402
-from model_files import BPE, load, write_folder, write_gguf  # noqa: E402
+from golden_architectures import CASES, PATH, TOKENS  # noqa: E402
+from golden_files import RENAMED, hf_weights, keys_of, tensors_of  # noqa: E402
+from model_files import load, write_folder, write_gguf  # noqa: E402
 
-from jaxlowbit._llm.architectures import ARCHITECTURES, FUSED  # noqa: E402
 from jaxlowbit._llm.huggingface import config_of  # noqa: E402
-from jaxlowbit.llm import Config, Decoder  # noqa: E402
+from jaxlowbit.llm import Decoder  # noqa: E402
 
 LOGITS = np.load(PATH)
 # Architectures without GGUF files: llama.cpp has none, or its files lack the layers with a window.
 FOLDERS_ONLY = ("ministral", "qwen2, windows")
-# `general.architecture`, if it is not the model's type.
-RENAMED = {"mistral": "llama", "ministral3": "mistral3", "gemma3_text": "gemma3", "olmo3": "olmo2"}
-
-
-def hf_weights(config: Config) -> dict[str, np.ndarray]:
-    """The tensors of a folder, by the names in the table of architectures."""
-    entry: Any = ARCHITECTURES[config.architecture].huggingface
-    shapes, found = config.shapes(), {}
-    for tensor, ours in entry.tensors.items():
-        stem, _, last = ours.rpartition(".")
-        for layer in range(config.layers if "N." in ours else 1):
-            parts = [f"{stem}.{part}" if stem else part for part in FUSED.get(last, (last,))]
-            parts = [part.replace("N", str(layer)) for part in parts]
-            if parts[0] not in shapes:
-                continue
-            first = shapes[parts[0]][:-1]
-            shape = (sum(shapes[part][-1] for part in parts), *first[::-1])
-            name = tensor.replace("N", str(layer))
-            name = name if name.startswith("lm_head") else f"model.{name}"
-            found[name] = weight(name, shape)
-    return found
 
 
 def folder_of(folder, name):
@@ -74,81 +51,6 @@ def test_a_folder_gives_the_logits_of_transformers(name, tmp_path):
 
 
 # --- GGUF -----------------------------------------------------------------------------------------
-
-
-def keys_of(name: str, architecture: str) -> dict[str, Any]:
-    """The metadata that llama.cpp's converter writes for a model, with a tokenizer."""
-    keys, config = gguf.Keys, CASES[name]
-    heads = config["num_attention_heads"]
-    size = config.get("head_dim", config["hidden_size"] // heads)
-    found = {
-        keys.LLM.BLOCK_COUNT: config["num_hidden_layers"],
-        keys.LLM.CONTEXT_LENGTH: config["max_position_embeddings"],
-        keys.LLM.EMBEDDING_LENGTH: config["hidden_size"],
-        keys.LLM.FEED_FORWARD_LENGTH: config["intermediate_size"],
-        keys.Attention.HEAD_COUNT: heads,
-        keys.Attention.HEAD_COUNT_KV: config["num_key_value_heads"],
-        keys.Attention.KEY_LENGTH: size,
-        keys.Attention.VALUE_LENGTH: size,
-        keys.Attention.LAYERNORM_RMS_EPS: config["rms_norm_eps"],
-        keys.Rope.FREQ_BASE: config["rope_theta"],
-    }
-    optional = {
-        keys.Attention.SLIDING_WINDOW: "sliding_window",
-        keys.LLM.ATTN_LOGIT_SOFTCAPPING: "attn_logit_softcapping",
-        keys.LLM.FINAL_LOGIT_SOFTCAPPING: "final_logit_softcapping",
-        keys.Attention.SCALE: "attention_multiplier",
-        keys.LLM.EMBEDDING_SCALE: "embedding_multiplier",
-        keys.LLM.RESIDUAL_SCALE: "residual_multiplier",
-        keys.LLM.LOGIT_SCALE: "logits_scaling",
-        keys.Rope.SCALING_ORIG_CTX_LEN: "original_max_position_embeddings",
-    }
-    found |= {key: config[entry] for key, entry in optional.items() if entry in config}
-    if "query_pre_attn_scalar" in config:  # llama.cpp has it for the sizes of released models
-        found[keys.Attention.SCALE] = config["query_pre_attn_scalar"] ** -0.5
-    if "layer_types" in config:
-        local = [kind == "sliding_attention" for kind in config["layer_types"]]
-        found[keys.Attention.SLIDING_WINDOW_PATTERN] = local
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if "partial_rotary_factor" in config:
-        found[keys.Rope.DIMENSION_COUNT] = int(size * config["partial_rotary_factor"])
-    if rope.get("rope_type") == "longrope":
-        original = config["original_max_position_embeddings"]
-        ratio = config["max_position_embeddings"] / original
-        found[keys.Rope.SCALING_ATTN_FACTOR] = math.sqrt(1 + math.log(ratio) / math.log(original))
-    elif rope:
-        found[keys.Rope.SCALING_TYPE] = rope["rope_type"]
-        found[keys.Rope.SCALING_FACTOR] = rope["factor"]
-        if original := rope.get("original_max_position_embeddings"):
-            found[keys.Rope.SCALING_ORIG_CTX_LEN] = original
-    if "llama_4_scaling_beta" in rope:
-        found[keys.Rope.SCALING_YARN_LOG_MUL] = rope["mscale_all_dim"]
-        found[keys.Attention.TEMPERATURE_SCALE] = rope["llama_4_scaling_beta"]
-    tokens = {"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2}
-    own = {key.format(arch=architecture): value for key, value in found.items()}
-    return {"general.architecture": architecture} | own | BPE | tokens
-
-
-def tensors_of(name: str, architecture: str, weights: dict[str, np.ndarray]) -> dict[str, Any]:
-    """The tensors that llama.cpp's converter writes for a model, by the names in its table."""
-    config = CASES[name]
-    kinds = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}
-    names = gguf.get_tensor_name_map(kinds[architecture], config["num_hidden_layers"])
-    found = {}
-    for key, value in weights.items():
-        stem, _, suffix = key.rpartition(".")
-        if architecture.startswith("gemma") and key.endswith("norm.weight"):
-            value = value + 1
-        permuted = architecture in ("llama", "mistral3", "smollm3", "granite")
-        for part, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
-            if permuted and part in stem:
-                rows = value.reshape(config[heads], 2, -1, *value.shape[1:])
-                value = rows.swapaxes(1, 2).reshape(value.shape)
-        found[f"{names.get_name(stem)}.{suffix}"] = ("F32", np.ascontiguousarray(value))
-    for kind in ("long", "short"):
-        if factors := config.get("rope_scaling", {}).get(f"{kind}_factor"):
-            found[f"rope_factors_{kind}.weight"] = ("F32", np.array(factors, np.float32))
-    return found
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in FOLDERS_ONLY])

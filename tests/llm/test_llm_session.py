@@ -5,7 +5,10 @@ from typing import Any, cast
 import jax
 import pytest
 from language_models import LONG, PROMPT, SHORT, model
+from safetensors import safe_open
+from safetensors.numpy import load_file, save
 
+from jaxlowbit import llm
 from jaxlowbit._llm import memory, programs
 from jaxlowbit.llm import RopeScaling, Session, generate
 
@@ -66,6 +69,17 @@ def test_the_cache_grows_and_fills_the_context(read):
         generate(one, shorter, max_new_tokens=5).tokens
     )
     assert read[0] == len(SHORT)
+
+
+def test_steps_after_the_last_slot_leave_a_session_usable(monkeypatch):
+    monkeypatch.setattr(programs, "_stride", lambda model: 8)
+    one = model(context=512)
+    session = Session(one)
+    found = session.generate(LONG, max_new_tokens=256 - len(LONG))  # all 256 slots
+    history = [*LONG, *found.tokens, *SHORT]
+    assert session.generate(history, max_new_tokens=9).tokens == (
+        generate(one, history, max_new_tokens=9).tokens
+    )
 
 
 def test_longer_conversations_have_the_long_factors(read):
@@ -163,3 +177,59 @@ def test_arguments_that_a_session_rejects(monkeypatch):
     with pytest.raises(ValueError, match="a batch of 1 with 256 slots"):
         Session(model()).generate(PROMPT)
     session.generate(PROMPT, max_new_tokens=3)  # uses the existing cache
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """The file of a session, and its prompt with the reply."""
+    path = tmp_path_factory.mktemp("session") / "x"
+    session = Session(model())
+    tokens = [*PROMPT, *session.generate(PROMPT, max_new_tokens=4).tokens]
+    session.save(path)
+    return path, tokens
+
+
+def test_a_session_continues_from_a_file(stored, read):
+    path, tokens = stored
+    session = Session(model())
+    session.load(path)
+    found = session.generate([*tokens, *SHORT], max_new_tokens=4)
+    assert sum(read) == len(SHORT)
+    want = generate(model(), [*tokens, *SHORT], max_new_tokens=4)
+    assert found.tokens == want.tokens
+    with pytest.raises(ValueError, match=r"Session.save: .* exists"):
+        session.save(path)
+    with pytest.raises(ValueError, match="has no tokens yet"):
+        Session(model()).save(path, overwrite=True)
+
+
+def test_files_of_other_models_raise(stored, tmp_path):
+    path, _ = stored
+    others = [model(norm_epsilon=1e-4), model("qwen3")]
+    others.append(llm.adapt(model(), llm.LoRA(rank=1, targets=r"0\.q$")))
+    for other in others:
+        with pytest.raises(ValueError, match="a session of another model"):
+            Session(other).load(path)
+    session = Session(model())
+    with pytest.raises(FileNotFoundError, match="is no file"):
+        session.load(tmp_path / "no")
+    data = path.read_bytes()
+    tensors = load_file(path)
+    metadata = safe_open(path, "numpy").metadata()
+    slots = metadata["jaxlowbit.session"].replace('"slots": 256', '"slots": 3')
+    for damaged in (
+        data[:-5],
+        data.replace(b"keys.1", b"keys.9"),
+        save(tensors | {"tokens": tensors["tokens"] + 1000}, metadata),
+        save(tensors | {"keys.0": tensors["keys.0"][1:]}, metadata),
+        save(tensors),
+        save(tensors, {"jaxlowbit.session": "{"}),
+        save(tensors, {"jaxlowbit.session": slots}),
+    ):
+        (tmp_path / "x").write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"Session.load: .*x.*start a new session"):
+            session.load(tmp_path / "x")
+    assert session.generate(SHORT, max_new_tokens=1).tokens

@@ -18,6 +18,7 @@ from jax.sharding import AxisType
 from model_files import metadata, tensors, write_gguf
 
 from jaxlowbit import MXFP4, NVFP4, Format
+from jaxlowbit._backends import cuda_calls
 from jaxlowbit._command import main
 from jaxlowbit._llm import command
 from jaxlowbit._llm import programs as loop
@@ -194,20 +195,21 @@ def test_a_file_is_sharded_while_it_is_read(tmp_path):
 def traced(decoder: Decoder) -> tuple[Any, loop.State]:
     """A traced call that draws three tokens for two sequences, and its state."""
     graph, state = nnx.split(decoder)
-    numbers = (jnp.zeros((2, 160)), jnp.zeros(2, jnp.int32), jnp.zeros(2, bool))
-    start = loop.State(decoder.make_cache(2, 256), *decoder.replicate(numbers))
-    ends, key = loop.Ends(jnp.zeros(0, jnp.int32), numbers[1]), jax.random.key(0)
+    numbers = jnp.zeros(2, jnp.int32), jnp.zeros(2, bool)
+    logits = decoder.divided_logits(jnp.zeros((2, 64)))
+    start = loop.State(decoder.make_cache(2, 256), logits, *decoder.replicate(numbers))
+    ends, key = loop.Ends(jnp.zeros(0, jnp.int32), numbers[0]), jax.random.key(0)
     return loop.decode.trace(graph, state, start, np.int32(3), ends, key, Sampling()), start
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_a_step_sends_sums_and_logits_only(name):
-    """One all-reduce for the embedding, two per block, and a gather of the logits."""
+def test_a_step_sends_sums_and_the_largest_logits_only(name):
+    """One all-reduce for the embedding, two per block, and a gather of the largest logits."""
     program, start = traced(model(name, 2).decoder)
     text = program.lower().compile().as_text() or ""
     kinds = "all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all"
     sent = collections.Counter(re.findall(rf"= \(?(\S+?)\{{\S* ((?:{kinds})(?:-start)?)\(", text))
-    assert sent == {("f32[2,1,64]", "all-reduce"): 5, ("f32[2,256]", "all-gather"): 1}
+    assert sent == {("f32[2,1,64]", "all-reduce"): 5, ("s32[2,2,2]", "all-gather"): 1}
     # The state is donated, so that caches are not copied.
     aliased = re.search(r"input_output_alias=\{(.*?)\}, entry", text)
     assert aliased and aliased[1].count("may-alias") == len(jax.tree.leaves(start))
@@ -300,6 +302,16 @@ def test_meshes_of_the_context():
     for other, sentence in ((mesh, "of Explicit axes"), (make_mesh(4), "{'model': 4} of Auto")):
         with jax.set_mesh(other), pytest.raises(ValueError, match=sentence):
             generate(sharded, PROMPTS[0], max_new_tokens=4)
+
+
+def test_devices_that_stop_end_a_generation(monkeypatch):
+    sharded = shard(model(), make_mesh(2))
+    with monkeypatch.context() as patched:
+        sentence = "CUDA device 1 waited in vain for rows of device 0"
+        patched.setattr(cuda_calls, "exchange_failure", lambda: sentence)
+        with pytest.raises(RuntimeError, match=f"generate: {sentence}"):
+            generate(sharded, PROMPTS[0], max_new_tokens=4)
+    assert generate(sharded, PROMPTS[0], max_new_tokens=4).finish == "length"
 
 
 # --- the command ----------------------------------------------------------------------------------

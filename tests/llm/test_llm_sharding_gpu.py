@@ -85,19 +85,20 @@ def test_batches_in_turn_do_not_disturb_each_other(mesh):
 
 
 @pytest.mark.parametrize("batch, in_calls", [(1, True), (32, True), (33, False)])
-def test_a_step_sends_sums_and_logits_only(batch, in_calls, mesh):
+def test_a_step_sends_sums_and_the_largest_logits_only(batch, in_calls, mesh):
     decoder = shard(LanguageModel(init(CONFIG, INT4).decoder), mesh).decoder
     graph, state = nnx.split(decoder)
-    numbers = (jnp.zeros((batch, 4224)), jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool))
-    start = loop.State(decoder.make_cache(batch, 256), *decoder.replicate(numbers))
-    ends, key = loop.Ends(jnp.zeros(0, jnp.int32), numbers[1]), jax.random.key(0)
+    numbers = jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool)
+    logits = decoder.divided_logits(jnp.zeros((batch, 512), jnp.bfloat16))
+    start = loop.State(decoder.make_cache(batch, 256), logits, *decoder.replicate(numbers))
+    ends, key = loop.Ends(jnp.zeros(0, jnp.int32), numbers[0]), jax.random.key(0)
     program = loop.decode.trace(graph, state, start, np.int32(3), ends, key, Sampling())
     text = program.lower().compile().as_text() or ""
     kinds = "all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all"
     sent = collections.Counter(re.findall(rf"= .*? ({kinds})(?:-start)?\(", text))
-    # For small M, the kernels of a block exchange partial sums inside the call.
-    blocks = 0 if in_calls else 2 * CONFIG.layers
-    assert sent == {"all-reduce": blocks + 1, "all-gather": 1}
-    calls = call_names(text).count("decode_block")
-    assert calls == (CONFIG.layers if in_calls else 0)
+    # For small M, kernels exchange partial sums inside the calls.
+    assert sent == ({} if in_calls else {"all-reduce": 2 * CONFIG.layers + 1, "all-gather": 1})
+    calls = call_names(text)
+    assert calls.count("decode_block") == (CONFIG.layers if in_calls else 0)
+    assert calls.count("addition") == (2 if in_calls else 0)
     assert not re.findall(rf"= .*u32\[.*? ({kinds})(?:-start)?\(", text), "words were sent"

@@ -39,6 +39,11 @@ _LONGROPE = {
     "long_factor": [1.0, 2.0, 4.0, 8.0, 16.0, 32.0],
 }
 _PHI3 = {"rope_scaling": _LONGROPE, "partial_rotary_factor": 0.75}
+_QWEN3_MOE: dict[str, Any] = {
+    "moe_intermediate_size": 64,
+    "num_experts": 5,
+    "num_experts_per_tok": 3,
+}
 
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"} | _HEADS,
@@ -96,18 +101,67 @@ CASES: dict[str, dict[str, Any]] = {
         "mlp_bias": True,
     },
     "exaone4": {"model_type": "exaone4"} | _WINDOW,
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {"model_type": "qwen3_moe", "norm_topk_prob": True} | _QWEN3_MOE,
+    "qwen3_moe, weights as they are": {"model_type": "qwen3_moe", "norm_topk_prob": False}
+    | _QWEN3_MOE,
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 5,
+        "rope_scaling": _YARN | {"truncate": False},
+    }
+    | _HEADS,
 }
 """The config.json of each model."""
 CASES = {name: _SIZES | entries for name, entries in CASES.items()}
 
 
 def weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """The float32 weight of a tensor by its name in transformers.
+    """The float32 weight of a tensor by its name in transformers' files.
 
     Raw numbers of PCG64 are the same in all versions of NumPy.
     """
+    if len(shape) == 3:
+        return mxfp4(name, shape)[0]
     raw = np.random.PCG64(zlib.crc32(name.encode())).random_raw(math.prod(shape))
     uniform = (raw >> np.uint64(40)).astype(np.float32).reshape(shape) / 2**23 - 1
     if len(shape) == 1:
         return 0.75 + 0.25 * uniform if name.endswith("norm.weight") else 0.5 * uniform
     return uniform * np.float32(math.sqrt(3 / shape[-1]))
+
+
+def mxfp4(name: str, shape: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A stack of gpt-oss, (experts, in, out): floats, and their codes and exponents (experts, out,
+    in), which MXFP4 represents exactly."""
+    experts, k, n = shape
+    raw = np.random.PCG64(zlib.crc32(name.encode())).random_raw(math.prod(shape))
+    codes = (raw >> np.uint64(60)).astype(np.uint8).reshape(experts, n, k)
+    exponents = np.broadcast_to(123 + np.arange(n, dtype=np.uint8)[:, None] % 3, codes.shape)
+    numbers = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+    numbers = np.concatenate([numbers, -numbers])
+    floats = np.ldexp(numbers[codes], exponents.astype(np.int32) - 127)
+    return np.ascontiguousarray(floats.swapaxes(1, 2)), codes, exponents
+
+
+_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_MIXTRAL = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
+
+
+def parameter(kind: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """The float32 weight of a parameter by its name in transformers.
+
+    Stacks of experts, except gpt-oss's, are a tensor for each expert in files.
+    """
+    if kind == "mixtral":
+        name = name.replace(".mlp.", ".block_sparse_moe.")
+    if kind == "gpt_oss" or ".experts." not in name:
+        return weight(name, shape)
+    stem, _, last = name.rpartition(".")
+    parts = (_MIXTRAL if kind == "mixtral" else _EXPERTS)[last]
+    matrix = shape[1] // len(parts), shape[2]
+    experts = [
+        [weight(f"{stem}.{i}.{part}.weight", matrix) for part in parts] for i in range(shape[0])
+    ]
+    return np.stack([np.concatenate(expert) for expert in experts])

@@ -30,17 +30,18 @@ RANKS = (
     ("_composite",),
     ("_flax", "_tuning", "checkpoint"),
     ("_llm",),
-    ("", "__main__", "linen", "llm", "nnx", "_array", "_formats"),
+    ("", "__main__", "linen", "llm", "nnx", "qwix", "_array", "_formats"),
 )
 # Modules of `_flax` with these prefixes do not import each other; the rest serves both.
 FLAX = ("linen", "nnx")
 # Optional dependencies, and the compiled module, by the modules that may import them.
 ONLY = {
-    "flax": r"_flax\.((linen|nnx)_\w+|serialization)|"
-    r"_llm\.(bench|block|command|decoder|language_model|perplexity|programs|sharding)",
-    "qwix": r"_core\.qarray",
+    "flax": r"_flax\.((linen|nnx)_\w+|serialization|qwix_provider)|"
+    r"_llm\.(bench|block|command|decoder|language_model|low_rank|perplexity|programs|sharding)",
+    "qwix": r"_core\.qarray|_flax\.qwix_provider",
     "gguf": r"_llm\.(exporting|ggml_grids|gguf_file)",
     "jinja2": r"_llm\.chat_template",
+    "llguidance": r"_llm\.schema",
     "safetensors": r"checkpoint\._files|_tuning\.weights",
     "tokenizers": r"_llm\.tokenizer_(folder|gguf|parts)",
     "tqdm": r"_flax\.calibration|_llm\.(calibration|files_command|load|perplexity)|"

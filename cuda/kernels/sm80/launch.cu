@@ -13,16 +13,11 @@
 namespace jaxlowbit::sm80 {
 namespace {
 
-Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Choice& choice) {
+// All parameters but the pointers.
+Params ParamsOf(const QuantizedMatmul& problem, const Addresses& buffers, const Choice& choice) {
   const int block_k = BlockK(problem.bits);
-  Params p;
-  p.lhs = buffers.lhs;
-  p.packed = buffers.packed;
-  p.scale = buffers.scale;
-  p.zero = buffers.zero;
+  Params p = {};
   p.zero_bytes = static_cast<int>(problem.zero_bytes());
-  p.index = buffers.index;
-  p.out = choice.split_k > 1 ? buffers.workspace : buffers.out;
   p.batch = problem.batch;
   p.num_weights = problem.num_weights;
   p.m = problem.m;
@@ -49,25 +44,58 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
   p.slot_bytes = p.bytes.total();
   p.epilogue = EpilogueOf(problem, buffers);
   p.table = TableOf(problem, buffers);
-  p.units = UnitsOf(problem, buffers);
+  p.units = UnitsOf(problem);
   return p;
 }
+
+class Sm80Launch final : public KernelLaunch {
+ public:
+  Sm80Launch(const PlannedStep& step, const Device& device, const void* function)
+      : problem_(step.problem),
+        device_(device),
+        function_(function),
+        params_(ParamsOf(step.problem, step.products.front().buffers, step.choice)),
+        ctas_(params_.m_tiles * params_.out_tiles * params_.split_k * params_.batch),
+        shared_bytes_(SharedBytesOf(step.problem, step.choice.block_m)) {}
+
+  cudaError_t Launch(const Buffers* products, cudaStream_t stream) const override {
+    const Buffers& b = *products;
+    Params p = params_;
+    p.lhs = b.lhs;
+    p.packed = b.packed;
+    p.scale = b.scale;
+    p.zero = b.zero;
+    p.index = b.index;
+    p.out = p.split_k > 1 ? b.workspace : b.out;
+    p.epilogue.bias = b.bias;
+    p.epilogue.residual = b.residual;
+    p.units.data = b.unit;
+    p.units.index = b.index;
+    const LaunchConfig config(ctas_, kThreads, shared_bytes_, stream);
+    const cudaError_t error = LaunchFunction(config, function_, &p);
+    if (error != cudaSuccess || p.split_k == 1) return error;
+    return LaunchReduceSplits(problem_, b, p.split_k, device_, stream);
+  }
+
+ private:
+  const QuantizedMatmul problem_;
+  const Device& device_;
+  const void* const function_;
+  const Params params_;
+  const int64_t ctas_, shared_bytes_;
+};
 
 }  // namespace
 
 cudaError_t Load(const void* function) { return AllowSharedMemory(function, kMaxSharedBytes); }
 
-cudaError_t Launch(const QuantizedMatmul& problem, const Buffers& buffers, const Choice& choice,
-                   const Device& device, cudaStream_t stream) {
+cudaError_t Load(const PlannedStep& step, const Device& device,
+                 std::unique_ptr<const KernelLaunch>* launch) {
   const void* function = nullptr;
-  cudaError_t error = KernelOn(device, KeyOf(problem, choice, device), &function);
-  if (error != cudaSuccess) return error;
-  Params p = ParamsOf(problem, buffers, choice);
-  const int64_t ctas = p.m_tiles * p.out_tiles * p.split_k * p.batch;
-  const LaunchConfig launch(ctas, kThreads, SharedBytesOf(problem, choice.block_m), stream);
-  error = LaunchFunction(launch, function, &p);
-  if (error != cudaSuccess || choice.split_k == 1) return error;
-  return LaunchReduceSplits(problem, buffers, choice.split_k, device, stream);
+  const cudaError_t error =
+      KernelOn(device, KeyOf(step.problem, step.choice, device), &function);
+  if (error == cudaSuccess) *launch = std::make_unique<Sm80Launch>(step, device, function);
+  return error;
 }
 
 }  // namespace jaxlowbit::sm80

@@ -5,17 +5,17 @@
 
 #include <cuda_runtime_api.h>
 
-#include "cuda/gpu.h"
-#include "cuda/problem.h"
-#include "cuda/select/choice.h"
+#include <memory>
+
+#include "cuda/kernels/kernel_launch.h"
 
 namespace jaxlowbit::sm80 {
 
 // Loads an instance of either kernel on the current device.
 cudaError_t Load(const void* function);
 
-// Enqueues the product and, with split_k > 1, the kernel that adds its partial sums.
-cudaError_t Launch(const QuantizedMatmul& problem, const Buffers& buffers, const Choice& choice,
-                   const Device& device, cudaStream_t stream);
+// LoadLaunch. With split_k > 1, a second kernel adds the partial sums.
+cudaError_t Load(const PlannedStep& step, const Device& device,
+                 std::unique_ptr<const KernelLaunch>* launch);
 
 }  // namespace jaxlowbit::sm80

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "cuda/extents.h"
 #include "cuda/kernels/launch_config.h"
 #include "cuda/kernels/loaded.h"
 #include "cuda/kernels/params.h"
@@ -28,27 +27,27 @@ Form FormOf(const Epilogue& epilogue) {
       return epilogue.gated ? Form::kOther : Form::kRelu;
     case Activation::kGelu:
       return epilogue.gated ? Form::kOther : Form::kGelu;
+    default:
+      return Form::kOther;
   }
-  return Form::kOther;
 }
 
-Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Choice& choice,
-                const StreamK& schedule) {
+// All parameters but the pointers and tensor maps.
+Params ParamsOf(const PlannedStep& step, const StreamK& schedule) {
+  const QuantizedMatmul& problem = step.problem;
+  const Addresses& buffers = step.products.front().buffers;
+  const Choice& choice = step.choice;
   const TileShape& tile = kTiles[choice.tile];
-  Params p;
-  p.scale = buffers.scale;
-  p.index = buffers.index;
-  p.out_data = buffers.out;
+  Params p = {};
   p.out_float = problem.out == ElementType::kF32;
   p.out_integers = problem.is_integer_matmul();
-  p.aligned = problem.out == problem.floats() && SupportsTma(problem.n) && IsAligned(buffers.out);
+  p.aligned = problem.out == problem.floats() && SupportsTma(problem.n) && step.out_aligned;
   p.epilogue = EpilogueOf(problem, buffers);
   p.table = TableOf(problem, buffers);
-  p.lhs_scale = buffers.lhs_scale;
-  p.units = UnitsOf(problem, buffers);
+  p.units = UnitsOf(problem);
   const bool loads_residual = buffers.residual != nullptr &&
                               problem.epilogue.residual == problem.floats() &&
-                              !problem.epilogue.gated && IsAligned(buffers.residual);
+                              !problem.epilogue.gated && step.residual_aligned;
   p.form = p.aligned && (loads_residual || buffers.residual == nullptr) ? FormOf(problem.epilogue)
                                                                         : Form::kOther;
   p.residual_by_tma = loads_residual && p.form != Form::kOther;
@@ -79,48 +78,117 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
   p.whole_tiles = static_cast<int>(schedule.whole_tiles);
   p.splits = schedule.splits;
   p.num_tasks = static_cast<int>(schedule.tasks());
-  p.partial_sums = static_cast<float*>(buffers.workspace);
-  p.ragged = RaggedOf(problem, buffers);
+  p.ragged = RaggedOf(problem);
   p.column_tiles = WideDivideBy(p.tiles_n);
   return p;
 }
 
-cudaError_t DescribeOperands(const QuantizedMatmul& problem, const Buffers& buffers,
-                             const TileShape& tile, Params& p) {
+// The tensor maps of a launch without their pointers; those without axes are not used.
+struct Shapes {
+  TensorShape lhs, last_lhs, packed, scales, zeros, out, residual;
+};
+
+Shapes ShapesOf(const QuantizedMatmul& problem, bool zeros, const TileShape& tile,
+                const Params& p) {
+  Shapes shapes;
   const int64_t k_blocks = p.lhs_in_atoms ? problem.k_blocks() : 1;
   // Tensor maps have 16-bit elements: two 8-bit columns are one element.
   const Matrices lhs = {problem.batch, k_blocks, problem.m, problem.k * SizeOf(problem.lhs) / 2};
-  cudaError_t error = DescribeBlocks(buffers.lhs, problem.floats(), lhs, p.lhs_rows,
-                                     p.lhs_in_atoms ? tile.stage_atoms : 1, &p.lhs);
-  if (error == cudaSuccess && p.last_rows > 0) {
-    error = DescribeBlocks(buffers.lhs, problem.floats(), lhs, p.last_rows, 1, &p.last_lhs);
-  }
-  if (error != cudaSuccess) return error;
+  shapes.lhs =
+      ShapeOfBlocks(problem.floats(), lhs, p.lhs_rows, p.lhs_in_atoms ? tile.stage_atoms : 1);
+  if (p.last_rows > 0) shapes.last_lhs = ShapeOfBlocks(problem.floats(), lhs, p.last_rows, 1);
   constexpr int64_t kRowBytes = 128;
   const int64_t atom_rows = problem.words_per_atom() * 4 / kRowBytes;
   const int64_t strips = problem.num_weights * problem.n_blocks();
   const int together = p.epilogue.gated ? 1 : tile.cta_strips();
-  error = DescribeRows(buffers.packed, {strips, problem.k_blocks() * atom_rows, kRowBytes},
-                       static_cast<int>(tile.stage_atoms * atom_rows), together,
-                       problem.bits % 4 == 0, &p.packed);  // swizzled: device/packed.cuh
-  const auto describe_groups = [&](const void* groups, int64_t bytes, CUtensorMap* map) {
-    return DescribeRows(groups, {strips, problem.groups(), kAtom * bytes}, p.plan.stage_groups,
-                        together, false, map);
+  shapes.packed = ShapeOfRows({strips, problem.k_blocks() * atom_rows, kRowBytes},
+                              static_cast<int>(tile.stage_atoms * atom_rows), together,
+                              problem.bits % 4 == 0);  // swizzled: device/packed.cuh
+  const auto of_groups = [&](int64_t bytes) {
+    return ShapeOfRows({strips, problem.groups(), kAtom * bytes}, p.plan.stage_groups, together,
+                       false);
   };
-  if (error == cudaSuccess)
-    error = describe_groups(buffers.scale, problem.scale_bytes(), &p.scales);
-  if (error == cudaSuccess && buffers.zero != nullptr) {
-    error = describe_groups(buffers.zero, problem.zero_bytes(), &p.zeros);
-  }
-  if (error != cudaSuccess || !p.aligned) return error;
+  shapes.scales = of_groups(problem.scale_bytes());
+  if (zeros) shapes.zeros = of_groups(problem.zero_bytes());
+  if (!p.aligned) return shapes;
   const bool halves = p.form == Form::kSigmoid && p.epilogue.gated && tile.strips == 1;
   const int rows = halves ? GatedStoreRows(tile) : StoreRows(tile);
-  error =
-      DescribeMatrices(buffers.out, problem.out, problem.batch, problem.m, problem.n, rows, &p.out);
-  if (error != cudaSuccess || !p.residual_by_tma) return error;
-  return DescribeMatrices(buffers.residual, problem.out, problem.batch, problem.m, problem.n, rows,
-                          &p.residual);
+  shapes.out = ShapeOfMatrices(problem.out, problem.batch, problem.m, problem.n, rows);
+  if (p.residual_by_tma) shapes.residual = shapes.out;
+  return shapes;
 }
+
+// Tasks of the launch, or more of a ragged product.
+int64_t TasksOf(const QuantizedMatmul& problem, const TileShape& tile, const StreamK& schedule,
+                int tiles_n) {
+  return problem.is_ragged() ? MaxBlocks(problem, tile.m) * tiles_n : schedule.tasks();
+}
+
+class Sm90Launch final : public KernelLaunch {
+ public:
+  Sm90Launch(const PlannedStep& step, const Device& device, const void* function)
+      : problem_(step.problem),
+        tile_(kTiles[step.choice.tile]),
+        peers_(step.choice.peers),
+        function_(function),
+        schedule_(StreamKOf(problem_, tile_, peers_, step.choice.split_k, device.num_sms)),
+        params_(ParamsOf(step, schedule_)),
+        shapes_(ShapesOf(problem_, step.products.front().buffers.zero != nullptr, tile_, params_)),
+        ctas_(std::min(TasksOf(problem_, tile_, schedule_, params_.tiles_n), schedule_.resident) *
+              peers_),
+        threads_(tile_.threads()),
+        shared_bytes_(params_.plan.shared_bytes()) {}
+
+  cudaError_t Launch(const Buffers* products, cudaStream_t stream) const override {
+    const Buffers& b = *products;
+    Params p = params_;
+    p.scale = b.scale;
+    p.index = b.index;
+    p.out_data = b.out;
+    p.lhs_scale = b.lhs_scale;
+    p.epilogue.bias = b.bias;
+    p.epilogue.residual = b.residual;
+    p.units.data = b.unit;
+    p.units.index = b.index;
+    p.partial_sums = static_cast<float*>(b.workspace);
+    p.ragged.sizes = b.group_sizes;
+    p.ragged.offset = b.group_offset;
+    cudaError_t error = Encode(shapes_.lhs, b.lhs, &p.lhs);
+    if (error == cudaSuccess) error = Encode(shapes_.last_lhs, b.lhs, &p.last_lhs);
+    if (error == cudaSuccess) error = Encode(shapes_.packed, b.packed, &p.packed);
+    if (error == cudaSuccess) error = Encode(shapes_.scales, b.scale, &p.scales);
+    if (error == cudaSuccess) error = Encode(shapes_.zeros, b.zero, &p.zeros);
+    if (error == cudaSuccess) error = Encode(shapes_.out, b.out, &p.out);
+    if (error == cudaSuccess) error = Encode(shapes_.residual, b.residual, &p.residual);
+    if (error != cudaSuccess) return error;
+    const LaunchConfig config(ctas_, threads_, shared_bytes_, stream, problem_.pdl, peers_);
+    error = LaunchFunction(config, function_, &p);
+    if (error != cudaSuccess || schedule_.splits == 1) return error;
+    return Reduce(p, stream);
+  }
+
+ private:
+  // Adds the partial sums of the stream-K tail.
+  cudaError_t Reduce(const Params& p, cudaStream_t stream) const {
+    const dim3 grid(static_cast<unsigned>(tile_.m / 8),
+                    static_cast<unsigned>(tile_.cta_strips() / problem_.weights_per_element()),
+                    static_cast<unsigned>(schedule_.tail_tiles));
+    const LaunchConfig config(grid, kReduceThreads, 0, stream, true);
+    const auto kernel = problem_.floats() == ElementType::kBf16 ? ReduceTailKernel<__nv_bfloat16>
+                                                                : ReduceTailKernel<__half>;
+    return cudaLaunchKernelEx(&config.config, kernel, p, tile_.cta_strips(), tile_.m);
+  }
+
+  const QuantizedMatmul problem_;
+  const TileShape tile_;
+  const int peers_;
+  const void* const function_;
+  const StreamK schedule_;
+  const Params params_;
+  const Shapes shapes_;
+  const int64_t ctas_;
+  const int threads_, shared_bytes_;
+};
 
 }  // namespace
 
@@ -152,30 +220,12 @@ cudaError_t Prepare(Device& device) {
   return error;
 }
 
-cudaError_t Launch(const QuantizedMatmul& problem, const Buffers& buffers, const Choice& choice,
-                   const Device& device, cudaStream_t stream) {
+cudaError_t Load(const PlannedStep& step, const Device& device,
+                 std::unique_ptr<const KernelLaunch>* launch) {
   const void* function = nullptr;
-  cudaError_t error = KernelOn(device, KeyOf(problem, choice.tile), &function);
-  if (error != cudaSuccess) return error;
-  const TileShape& tile = kTiles[choice.tile];
-  const StreamK schedule = StreamKOf(problem, tile, choice.peers, choice.split_k, device.num_sms);
-  Params p = ParamsOf(problem, buffers, choice, schedule);
-  error = DescribeOperands(problem, buffers, tile, p);
-  if (error != cudaSuccess) return error;
-  const int64_t tasks = problem.is_ragged() ? MaxBlocks(problem, tile.m) * p.tiles_n  // or fewer
-                                            : schedule.tasks();
-  const int64_t clusters = std::min(tasks, schedule.resident);
-  const LaunchConfig launch(clusters * choice.peers, tile.threads(), p.plan.shared_bytes(), stream,
-                            problem.pdl, choice.peers);
-  error = LaunchFunction(launch, function, &p);
-  if (error != cudaSuccess || schedule.splits == 1) return error;
-  const dim3 grid(static_cast<unsigned>(tile.m / 8),
-                  static_cast<unsigned>(tile.cta_strips() / problem.weights_per_element()),
-                  static_cast<unsigned>(schedule.tail_tiles));
-  const LaunchConfig reduce(grid, kReduceThreads, 0, stream, true);
-  const auto kernel = problem.floats() == ElementType::kBf16 ? ReduceTailKernel<__nv_bfloat16>
-                                                             : ReduceTailKernel<__half>;
-  return cudaLaunchKernelEx(&reduce.config, kernel, p, tile.cta_strips(), tile.m);
+  const cudaError_t error = KernelOn(device, KeyOf(step.problem, step.choice.tile), &function);
+  if (error == cudaSuccess) *launch = std::make_unique<Sm90Launch>(step, device, function);
+  return error;
 }
 
 }  // namespace jaxlowbit::sm90

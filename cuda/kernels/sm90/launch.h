@@ -3,10 +3,10 @@
 
 #include <cuda_runtime_api.h>
 
-#include "cuda/gpu.h"
+#include <memory>
+
 #include "cuda/kernels/instance_key.h"
-#include "cuda/problem.h"
-#include "cuda/select/choice.h"
+#include "cuda/kernels/kernel_launch.h"
 
 namespace jaxlowbit::sm90 {
 
@@ -16,8 +16,8 @@ cudaError_t Load(const InstanceKey& key, const void* function);
 // Queries the number of resident clusters of the current device, and prepares state shared by all launches.
 cudaError_t Prepare(Device& device);
 
-// Enqueues the product and, with split_k > 1, the kernel that reduces the stream-K tail.
-cudaError_t Launch(const QuantizedMatmul& problem, const Buffers& buffers, const Choice& choice,
-                   const Device& device, cudaStream_t stream);
+// LoadLaunch. With split_k > 1, a second kernel reduces the stream-K tail.
+cudaError_t Load(const PlannedStep& step, const Device& device,
+                 std::unique_ptr<const KernelLaunch>* launch);
 
 }  // namespace jaxlowbit::sm90

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <vector>
 
 #include "cuda/kernels/launch_config.h"
 #include "cuda/kernels/loaded.h"
@@ -16,35 +17,29 @@
 namespace jaxlowbit::sm90_stream {
 namespace {
 
-// Fills in the products of a launch and the clusters of each. Returns the number of clusters.
-int AssignClusters(const Operands* products, size_t count, int slices, Params& p) {
+// Fills in the products of a launch, except pointers, and the clusters of each. Returns the number of clusters.
+int AssignClusters(const std::vector<PlannedProduct>& products, int slices, Params& p) {
   int clusters = 0;
   for (size_t i = 0; i < kMaxProducts; ++i) {
-    p.first_cluster[i] = i < count ? clusters : std::numeric_limits<int>::max();
-    if (i >= count) continue;
-    const auto& [problem, buffers] = products[i];
-    p.products[i] = {buffers.packed,
-                     buffers.scale,
-                     buffers.zero,
-                     buffers.index,
-                     buffers.out,
-                     problem.num_weights,
-                     static_cast<int>(problem.n),
-                     static_cast<int>(problem.n_blocks()),
-                     static_cast<int>(problem.strips())};
-    p.units[i] = UnitsOf(problem, buffers);
+    p.first_cluster[i] = i < products.size() ? clusters : std::numeric_limits<int>::max();
+    if (i >= products.size()) continue;
+    const QuantizedMatmul& problem = products[i].problem;
+    Product& own = p.products[i];
+    own.num_weights = problem.num_weights;
+    own.n = static_cast<int>(problem.n);
+    own.n_blocks = static_cast<int>(problem.n_blocks());
+    own.strips = static_cast<int>(problem.strips());
+    p.units[i] = UnitsOf(problem);
     p.epilogue.any |= problem.epilogue.units > 0;
     clusters += static_cast<int>(CeilDiv(problem.strips() * kSlicesPerStrip, slices));
   }
   return clusters;
 }
 
-// Sets all parameters except the products; `buffers` belong to one of them.
-Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Choice& choice,
+// Sets all parameters except the products and pointers; `buffers` belong to one of the products.
+Params ParamsOf(const QuantizedMatmul& problem, const Addresses& buffers, const Choice& choice,
                 int ctas_per_sm) {
   Params p = {};
-  p.original_lhs = buffers.lhs;
-  p.permutation = buffers.permutation;
   p.part_columns = static_cast<int>(problem.k / std::max<int64_t>(problem.permuted_parts, 1));
   p.zero_bytes = static_cast<int>(problem.zero_bytes());
   p.m = static_cast<int>(problem.m);
@@ -61,10 +56,7 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
   p.epilogue = EpilogueOf(problem, buffers);
   p.to_float8 = problem.rounding == Rounding::kE4m3;
   p.apply_lhs_scale = problem.apply_lhs_scale && problem.rounding == Rounding::kNone;
-  if (p.apply_lhs_scale) {
-    p.epilogue.residual = buffers.lhs_scale;
-    p.epilogue.residual_float = p.epilogue.any = true;
-  }
+  if (p.apply_lhs_scale) p.epilogue.residual_float = p.epilogue.any = true;
   p.table = TableOf(problem, buffers);
   p.super_groups = static_cast<int>(size > 0 ? kSuperBlock / size : 0);
   for (int64_t steps = size / kStepRows; steps > 1; steps /= 2) ++p.group_shift;
@@ -81,6 +73,63 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
   return p;
 }
 
+class StreamLaunch final : public KernelLaunch {
+ public:
+  StreamLaunch(const PlannedStep& step, const Device& device, const void* function)
+      : count_(step.products.size()),
+        function_(function),
+        cluster_ctas_(step.choice.split_k),
+        pdl_(step.problem.pdl) {
+    const QuantizedMatmul& problem = step.problem;
+    const Choice& choice = step.choice;
+    const QuantizedMatmul blocks = BlocksOf(problem, choice.block_m);
+    params_ = ParamsOf(blocks, step.products.front().buffers, choice,
+                       CtasPerSm(blocks, device, choice));
+    params_.ragged = RaggedOf(problem);
+    const int clusters = AssignClusters(step.products, choice.slices, params_);
+    const int64_t batch =
+        problem.is_ragged() ? MaxBlocks(problem, choice.block_m) : problem.batch;
+    grid_ = dim3(static_cast<unsigned>(clusters * cluster_ctas_), static_cast<unsigned>(batch));
+    lhs_ = ShapeOfMatrix(problem.lhs, problem.batch * problem.m, problem.k, params_.plan.lhs_rows,
+                         params_.plan.stage_atoms);
+  }
+
+  cudaError_t Launch(const Buffers* products, cudaStream_t stream) const override {
+    const Buffers& first = *products;
+    Params p = params_;
+    p.original_lhs = first.lhs;
+    p.permutation = first.permutation;
+    p.epilogue.bias = first.bias;
+    p.epilogue.residual = p.apply_lhs_scale ? first.lhs_scale : first.residual;
+    p.ragged.sizes = first.group_sizes;
+    p.ragged.offset = first.group_offset;
+    for (size_t i = 0; i < count_; ++i) {
+      const Buffers& b = products[i];
+      Product& own = p.products[i];
+      own.packed = b.packed;
+      own.scale = b.scale;
+      own.zero = b.zero;
+      own.index = b.index;
+      own.out = b.out;
+      p.units[i].data = b.unit;
+      p.units[i].index = b.index;
+    }
+    const cudaError_t error = Encode(lhs_, first.lhs, &p.lhs);
+    if (error != cudaSuccess) return error;
+    const LaunchConfig config(grid_, kThreads, p.plan.shared_bytes, stream, pdl_, cluster_ctas_);
+    return LaunchFunction(config, function_, &p);
+  }
+
+ private:
+  const size_t count_;  // of products
+  const void* const function_;
+  const int cluster_ctas_;
+  const bool pdl_;
+  Params params_;
+  dim3 grid_;
+  TensorShape lhs_;
+};
+
 }  // namespace
 
 cudaError_t Load(const void* function) {
@@ -88,26 +137,14 @@ cudaError_t Load(const void* function) {
   return error == cudaSuccess ? AllowSharedMemory(function, Sm90SharedBytes(1)) : error;
 }
 
-cudaError_t Launch(const QuantizedMatmul& problem, const Operands* products, size_t count,
-                   const Choice& choice, const Device& device, cudaStream_t stream) {
-  if (count > kMaxProducts) return cudaErrorInvalidValue;
+cudaError_t Load(const PlannedStep& step, const Device& device,
+                 std::unique_ptr<const KernelLaunch>* launch) {
+  if (step.products.size() > kMaxProducts) return cudaErrorInvalidValue;
   const void* function = nullptr;
-  cudaError_t error = KernelOn(device, sm90_stream::KeyOf(problem, choice, device), &function);
-  if (error != cudaSuccess) return error;
-  const Buffers& buffers = products[0].buffers;
-  const QuantizedMatmul blocks = BlocksOf(problem, choice.block_m);
-  Params p = ParamsOf(blocks, buffers, choice, CtasPerSm(blocks, device, choice));
-  p.ragged = RaggedOf(problem, buffers);
-  const int clusters = AssignClusters(products, count, choice.slices, p);
-  error = DescribeMatrix(buffers.lhs, problem.lhs, problem.batch * problem.m, problem.k,
-                         p.plan.lhs_rows, p.plan.stage_atoms, &p.lhs);
-  if (error != cudaSuccess) return error;
-  const int64_t batch =
-      problem.is_ragged() ? MaxBlocks(problem, choice.block_m) : problem.batch;
-  const dim3 grid(static_cast<unsigned>(clusters * choice.split_k), static_cast<unsigned>(batch));
-  const LaunchConfig launch(grid, kThreads, p.plan.shared_bytes, stream, problem.pdl,
-                            choice.split_k);
-  return LaunchFunction(launch, function, &p);
+  const cudaError_t error =
+      KernelOn(device, sm90_stream::KeyOf(step.problem, step.choice, device), &function);
+  if (error == cudaSuccess) *launch = std::make_unique<StreamLaunch>(step, device, function);
+  return error;
 }
 
 }  // namespace jaxlowbit::sm90_stream

@@ -3,19 +3,17 @@
 
 #include <cuda_runtime_api.h>
 
-#include <cstddef>
+#include <memory>
 
-#include "cuda/gpu.h"
-#include "cuda/problem.h"
-#include "cuda/select/choice.h"
+#include "cuda/kernels/kernel_launch.h"
 
 namespace jaxlowbit::sm90_stream {
 
 // Loads an instance on the current device.
 cudaError_t Load(const void* function);
 
-// Enqueues one product, or `count` products as one launch; `problem` is then the result of Join (select.h).
-cudaError_t Launch(const QuantizedMatmul& problem, const Operands* products, size_t count,
-                   const Choice& choice, const Device& device, cudaStream_t stream);
+// LoadLaunch, of one product or of several.
+cudaError_t Load(const PlannedStep& step, const Device& device,
+                 std::unique_ptr<const KernelLaunch>* launch);
 
 }  // namespace jaxlowbit::sm90_stream

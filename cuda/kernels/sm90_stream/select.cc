@@ -8,7 +8,6 @@
 #include <string>
 #include <tuple>
 
-#include "cuda/extents.h"
 #include "cuda/kernels/number_costs.h"
 #include "cuda/kernels/sm90_stream/costs.h"
 
@@ -163,34 +162,21 @@ LhsPath LhsPathOf(const QuantizedMatmul& problem, const Device& device, const Ch
   return PlanOfChoice(problem, device, choice).lhs_path;
 }
 
-bool MayJoin(const Operands& a, const Operands& b) {
-  const auto is_plain = [](const Operands& product) {
-    const QuantizedMatmul& p = product.problem;
-    const Buffers& b = product.buffers;
+bool MayJoin(const QuantizedMatmul& a, const QuantizedMatmul& b) {
+  const auto is_plain = [](const QuantizedMatmul& p) {
     return !p.is_ragged() && !p.transposed && p.permuted_parts == 0 && !p.epilogue.gated &&
-           p.epilogue.activation == Activation::kNone && b.bias == nullptr &&
-           b.residual == nullptr && IsAligned(b.lhs) && IsAligned(b.packed) && IsAligned(b.scale) &&
-           IsAligned(b.zero);
+           p.epilogue.activation == Activation::kNone;
   };
   const auto form = [](const QuantizedMatmul& p) {
     return std::tie(p.batch, p.m, p.k, p.bits, p.codebook, p.group_size, p.lhs, p.scale, p.out,
                     p.zero, p.scale_accumulators, p.accumulate_float16);
   };
-  // A launch has a single table.
-  const auto same_table = [&] {
-    return a.problem.codebook != Codebook::kTable || a.buffers.codebook == b.buffers.codebook ||
-           std::equal(a.buffers.codebook, a.buffers.codebook + (size_t{1} << a.problem.bits),
-                      b.buffers.codebook);
-  };
-  return is_plain(a) && is_plain(b) && a.buffers.lhs == b.buffers.lhs &&
-         form(a.problem) == form(b.problem) && same_table();
+  return is_plain(a) && is_plain(b) && form(a) == form(b);
 }
 
-QuantizedMatmul Join(const Operands* products, size_t count) {
-  QuantizedMatmul joined = products[0].problem;
-  for (size_t i = 1; i < count; ++i) {
-    joined.n = (joined.n_blocks() + products[i].problem.n_blocks()) * kAtom;
-  }
+QuantizedMatmul Join(const QuantizedMatmul& a, const QuantizedMatmul& b) {
+  QuantizedMatmul joined = a;
+  joined.n = (a.n_blocks() + b.n_blocks()) * kAtom;
   return joined;
 }
 

@@ -3,7 +3,6 @@
 // Selection for qmm_sm90_stream: supported problems, choices and their costs.
 #pragma once
 
-#include <cstddef>
 #include <vector>
 
 #include "cuda/gpu.h"
@@ -28,11 +27,11 @@ int CtasPerSm(const QuantizedMatmul& problem, const Device& device, const Choice
 
 LhsPath LhsPathOf(const QuantizedMatmul& problem, const Device& device, const Choice& choice);
 
-// Whether one launch can compute both products: same lhs, same format, aligned buffers, and no epilogue except units.
-// They may differ in weights and n.
-bool MayJoin(const Operands& a, const Operands& b);
+// Whether one launch can compute both products, if they have the same lhs, aligned buffers and no bias or residual:
+// same format, and no epilogue except units. They may differ in weights and n.
+bool MayJoin(const QuantizedMatmul& a, const QuantizedMatmul& b);
 
-// The problem of a launch of several products: their channels concatenated, each weight padded to whole strips.
-QuantizedMatmul Join(const Operands* products, size_t count);
+// The problem of a launch of both: their channels concatenated, each weight padded to whole strips.
+QuantizedMatmul Join(const QuantizedMatmul& a, const QuantizedMatmul& b);
 
 }  // namespace jaxlowbit::sm90_stream
