@@ -20,7 +20,7 @@
 
 namespace jaxlowbit {
 
-// One launch, or two where a kernel adds its partial sums in a second one.
+// One launch, or two if the kernel adds its partial sums in a second launch.
 struct PlannedStep {
   enum class Kind {
     kCopy,      // `bytes` from one address to another

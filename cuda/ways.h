@@ -2,7 +2,7 @@
 //
 // What plans know about the pointers of a call. A plan is made without pointers, for buffers at addresses that are
 // known at launch. It may ask `Ways` about alignment and overlap, and every answer is recorded: the plan is valid for
-// all pointers for which the answers are the same.
+// all pointers with the same answers.
 #pragma once
 
 #include <cstddef>

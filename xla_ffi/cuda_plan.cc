@@ -58,7 +58,7 @@ std::vector<int64_t> PlacesWritten(const Call& call, const Step& step) {
 
 class RoundStep final : public LoadedStep {
  public:
-  // The addresses are those of the pointers of `rows`, which are not set.
+  // The addresses take the place of the pointers of `rows`, which are not set.
   RoundStep(const QuantizeRows& rows, const Address& floats, const Address& factor,
             const Address& values, const Address& scale)
       : rows_(rows), floats_(floats), factor_(factor), values_(values), scale_(scale) {}

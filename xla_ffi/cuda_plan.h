@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Plans a call on CUDA: checks it, decides what each of its steps launches, and loads the kernels. Executions of the
+// Plans a call on CUDA: checks it, selects the kernels of its steps, and loads them. Executions of the
 // same call run the plan (plan_cache.h).
 #pragma once
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Caches what a handler derives from a call. The key is the whole call except its pointers: attributes, types and
+// Caches the plans of calls. The key is the whole call except its pointers: attributes, types and
 // shapes of buffers, and the device. A plan may depend on pointers only by the questions that it records (cuda/ways.h),
 // so one key may have several plans.
 #pragma once
@@ -44,7 +44,7 @@ class PlanCache {
 
   explicit PlanCache(size_t max_keys) : max_keys_(max_keys) {}
 
-  // The plan for a call, or null. `typical`: the plan for typical pointers (Ways), whatever the call's are.
+  // The plan for a call, or null. `typical`: the plan for typical pointers (Ways) instead of the call's.
   const Plan* Find(const CallKey& key, bool typical = false) {
     thread_local std::array<const Entry*, 256> recent = {};
     const Entry*& last = recent[key.hash % recent.size()];
@@ -57,7 +57,7 @@ class PlanCache {
     return last->Find(key, typical);
   }
 
-  // Keeps a plan, unless the cache is full or has one. `questions`: those of the plan; `typical`: it was made for
+  // Keeps a plan, unless the cache is full or has one. `questions`: asked by the plan. `typical`: the plan was made for
   // typical pointers.
   void Keep(const CallKey& key, std::vector<Question> questions, bool typical,
             std::shared_ptr<const Plan> plan) {

@@ -11,7 +11,7 @@ namespace jaxlowbit {
 // Codebook. The cost of decoding; independent of m (docs/measurements/codebooks.md).
 inline constexpr double kCodebookAtoms[] = {0, 0.08, 0.06, 0.04, 0.028};
 
-// Likewise the cost of merging the planes of 5 to 7 bits, compared to 8-bit weights of the same size in bytes
+// The cost of merging the planes of 5 to 7 bits, compared to 8-bit weights of the same size in bytes
 // (docs/measurements/widths_5_to_7.md).
 inline constexpr double kPlanesAtom = 0.027;
 

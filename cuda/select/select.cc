@@ -96,10 +96,10 @@ Support SupportsOnHopper(Kernel kernel, const QuantizedMatmul& problem, const De
   return {};
 }
 
-// Rows of the blocks by which Hopper's kernels may compute a ragged product.
+// Possible rows of a block in ragged products of qmm_sm90_stream.
 constexpr int kStreamBlocks[] = {8, 16, 32};
 
-// Whether one of Hopper's kernels supports a ragged product. Its instances are compiled where they run.
+// Whether one of Hopper's kernels supports a ragged product. Its instances are compiled at first use.
 Support SupportsRagged(const QuantizedMatmul& problem, const Device& device) {
   if (problem.batch != 1 || problem.transposed || problem.permuted_parts > 0 ||
       Is8Bit(problem.lhs) || problem.apply_lhs_scale || problem.experts() < 1) {
@@ -117,8 +117,8 @@ Support SupportsRagged(const QuantizedMatmul& problem, const Device& device) {
   return Supports(Kernel::kQmmSm90, blocks, device);
 }
 
-// The cheapest choice for a ragged product, by the cost of the expected blocks. Of choices with about the same cost, as
-// of all tiles that only wait for the memory, the one with the smallest blocks.
+// The cheapest choice for a ragged product, by the cost of the expected blocks. If several have about the same cost,
+// as all tiles have that only wait for memory, selects the one with the smallest blocks.
 Choice SelectRagged(const QuantizedMatmul& problem, const Device& device) {
   constexpr double kSame = 0.97;
   Choice best;

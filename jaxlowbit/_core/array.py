@@ -136,7 +136,7 @@ class QuantizedArray:
     def check_words(self) -> None:
         """Raises unless products can read the words.
 
-        **Raises:** `ValueError`, with what was found, for another layout version (hidden while
+        **Raises:** `ValueError`, with the value found, for another layout version (hidden while
         tracing), for words or 8-bit scales that were cast with floats, and for words that are not a
         whole shard of the matrix, since `shard_map` may cut them anywhere.
         """

@@ -45,7 +45,7 @@ class Format:
     specification 1.0 (`"e8m0"`) or NVIDIA's NVFP4 (`"e4m3"`); with the latter each matrix has a
     tensor scale t, and a weight is `codebook[q] * s * t`. Integer scales (`"int8"`) follow QServe's
     progressive quantization (Lin et al., 2024): each channel has a scale t, and a weight is `(q -
-    2**(bits - 1)) * s`, an 8-bit integer, times t. Two-level scales (`"two_level"`) are those of
+    2**(bits - 1)) * s`, an 8-bit integer, times t. Two-level scales (`"two_level"`) follow
     the K types of ggml (llama.cpp): s, and likewise b, is an 8-bit integer times a float16 of its
     super-block of 256 input features.
 

@@ -42,7 +42,7 @@ class Gguf:
       the number of an expert.
     - `rope_pairs`: the pairs that rotate; `"neighbours"` if llama.cpp's converter permutes the rows
       of queries and keys.
-    - `yarn_truncate`: `RopeScaling.truncate`, for which no key exists.
+    - `yarn_truncate`: `RopeScaling.truncate`, which no key sets.
     - `attention_scale`: computes the scale of scores from the sizes of a `Config` for files without
       one; None for `head_size ** -0.5`.
     - `defaults`: values of keys that the file lacks.

@@ -361,7 +361,7 @@ class Block(nnx.Module):
         return following.attention_norm.get_value(), weights
 
     def mixture(self, x: Array, dtype: Any) -> Array:
-        """The mixture of experts of a normalized x, on a mesh of those of this device."""
+        """The mixture of experts of a normalized x; on a mesh, of the experts of this device."""
         assert self.router is not None
         router_bias = None if self.router_bias is None else self.router_bias.get_value()
         expert, weight = experts.route(self.config, x, self.router.get_value(), router_bias)

@@ -268,8 +268,8 @@ class Decoder(nnx.Module):
         return self.joined(self.divided_logits(x))
 
     def divided_logits(self, x: Array) -> Array:
-        """The logits, float32 (..., vocabulary); on several devices, with padding, and each device
-        has those of its part of the vocabulary."""
+        """The logits, float32 (..., vocabulary); on several devices with padding, and each
+        device has its part of the vocabulary."""
         if self.division is None:
             return self._logits(x)
         columns = jax.P(*[None] * (x.ndim - 1), self.division.axis)

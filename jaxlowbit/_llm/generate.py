@@ -97,7 +97,7 @@ def generate(
     - `logprobs`: for `Generation.logprobs`: the number of top tokens to report for each token; 0
       reports only the chosen token's log-probability, None nothing.
     - `schema`: None, or a JSON schema as a mapping: the text is JSON of this form, if it ends
-      before `max_new_tokens`. Tokens are sampled one by one, and `logprobs` are those of the
+      before `max_new_tokens`. Tokens are sampled one by one, and `logprobs` refer to the
       allowed tokens. Needs the extra `llm-json`, and the tokenizer of a loaded model.
     - `template_options`: variables for the template of a chat, such as
       `{"enable_thinking": False}`.

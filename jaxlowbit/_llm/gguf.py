@@ -169,8 +169,8 @@ def _sizes(known: Metadata) -> dict[str, Any]:
 def _experts(known: Metadata, names: Gguf, hidden: int) -> dict[str, Any]:
     """Fields of a `Config` for experts; none for a model without.
 
-    Files name the gating functions of llama.cpp: softmax over all experts (1) or over those of a
-    token (3), whose weights then are the same, because their sum is 1.
+    Files name the gating functions of llama.cpp: softmax over all experts (1) or over the selected
+    experts of a token (3). Weights that are normalized to a sum of 1 are the same in both.
     """
     keys = {key for key in names.reads if key.startswith("expert_")}
     found = {key: known.get(key, "an integer") or 0 for key in sorted(keys & _COUNTS)}

@@ -113,7 +113,7 @@ def _sizes(known: Fields) -> dict[str, int]:
 
 
 def _activation(known: Fields, entry: Architecture) -> dict[str, str]:
-    """The activation, if it is not that of the architecture.
+    """The activation, if it differs from the architecture's.
 
     **Raises:** `ValueError` for one that the decoder lacks.
     """

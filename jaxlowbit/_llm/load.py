@@ -499,7 +499,7 @@ def _weight(
 
 
 def _divided(array: Any, count: int) -> QuantizedArray:
-    """A matrix (k, count * n), whose columns are those of `count` matrices, as a stack of them."""
+    """A matrix (k, count * n) as a stack of `count` matrices with its columns."""
 
     def parts(leaf: Array | None) -> Array | None:
         return None if leaf is None else leaf.reshape(count, -1, *leaf.shape[1:])

@@ -29,9 +29,9 @@ def plan(
 ) -> Plan:
     """Chooses a format for each matrix of the blocks of a model, within a number of bits.
 
-    The error of a matrix in a format is the Kullback-Leibler divergence from the float model that
-    it is expected to add (`docs/quantizers.md`). Matrices that one call multiplies by share a
-    format: queries, keys and values, and gate and up. Embedding and head are not in the plan.
+    The error of a matrix in a format is the expected increase of the Kullback-Leibler divergence
+    from the float model (`docs/quantizers.md`). Matrices of one call share a format: queries, keys
+    and values, and gate and up. Embedding and head are not in the plan.
 
     **Arguments:**
 
@@ -46,7 +46,7 @@ def plan(
 
     **Returns:** a `jaxlowbit.quantizers.Plan`. `load` takes its `rules`, which can be edited.
 
-    **Raises:** what `load` raises for a path and a calibration; `ValueError` for fewer bits
+    **Raises:** the errors of `load` for a path and a calibration; `ValueError` for fewer bits
     than the smallest formats take.
 
     ```py

@@ -102,7 +102,7 @@ class Session:
         self._save(path, overwrite)
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Replaces the cache by that of a file of `save`: the next call reads only tokens after it.
+        """Replaces the cache by one that `save` wrote: the next call reads only later tokens.
 
         The model may be on another number of devices than before.
 

@@ -40,7 +40,7 @@ _VECTORS = (
     *("q_bias", "k_bias", "v_bias", "biases", "gate_bias", "up_bias", "gate_up_bias"),
     *("q_all_norm", "k_all_norm", "sinks"),
 )
-# Of experts, which are divided along their axis.
+# Weights of experts, which are sharded along the axis of experts.
 _EXPERTS = (
     *("gate", "up", "gate_up", "down"),
     *("gate_bias", "up_bias", "gate_up_bias", "down_bias"),
@@ -228,7 +228,7 @@ class Division:
         return functools.partial(self._mapped(local, specs, out_specs), state)
 
     def on_columns(self, function: Callable[[Array], Any], values: Array, out_specs: Any) -> Any:
-        """`function` of values (..., columns) of which every device sees its columns."""
+        """`function` of values (..., columns); every device sees its columns."""
         columns = jax.P(*[None] * (values.ndim - 1), self.axis)
         return self._mapped(function, (columns,), out_specs)(values)
 

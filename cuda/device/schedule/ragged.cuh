@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The schedule of ragged products: rows of lhs are sorted by group, and each group has a weight of its own. Sizes of
+// The schedule of ragged products: rows of lhs are sorted by group, and each group has a separate weight. Sizes of
 // groups are read on the device.
 //
 // Rows of a group are divided into blocks of kBlock rows, which belong to one group each. Blocks of local groups come
-// first, group by group; then blocks of the rows before and behind them, which are zero in the result. A group begins
+// first, group by group; then blocks of the other rows, which are zero in the result. A group begins
 // at any row: a block whose group has fewer rows reads rows of the next group, and does not store them.
 //
 //   lhs      ├── group 0 ──┼─ 1 ─┼───── group 2 ─────┼── no group ──┤

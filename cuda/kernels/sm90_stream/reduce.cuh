@@ -170,7 +170,7 @@ class ClusterReducer {
     const int m = Row(fragment % I::kTiles), n = Channel(tile_slice, fragment / I::kTiles);
     const auto schedule = ScheduleOf<I>(p_, memory_);
     const int product = schedule.Position(share_.batch);
-    // The position of up; computed from that of the gate if they are neighbours.
+    // The position of up, which is next to the gate unless the product is ragged.
     const int up = I::kRagged ? schedule.UpPosition(share_.batch) : product + 1;
     Addends addends = {};
 #pragma unroll
