@@ -51,7 +51,7 @@ def _check_axes(array: Any, mesh: Any, own: dict[str, Any], lead: Any) -> None:
 
 
 class Own(NamedTuple):
-    """Whether groups, and the permutation, of each part of k are separate."""
+    """Whether each part of k has separate groups, and a separate permutation."""
 
     groups: bool
     order: bool

@@ -152,7 +152,8 @@ def has_scales(weight: Array) -> Array:
 
 @jax.jit
 def has_even_groups(weight: Array) -> Array:
-    """Whether most groups of each matrix (..., k, n) certainly get a scale, next to a tensor scale.
+    """Whether most groups of each matrix (..., k, n) certainly get a scale above 0, with a tensor
+    scale.
 
     True if most values are large enough: then at least as many groups contain such a value.
     """

@@ -640,7 +640,7 @@ ARCHITECTURES: dict[str, Architecture] = {
                 *("attention_bias", "moe_intermediate_size", "norm_topk_prob"),
                 "use_sliding_window",
             },
-            # The other layers of `decoder_sparse_step` and `mlp_only_layers` would have this size.
+            # intermediate_size is for layers without experts, which other entries exclude.
             harmless=frozenset({"intermediate_size", "max_window_layers"}),
         ),
         parts={"qk_norm": "head"},

@@ -96,7 +96,7 @@ class Session:
         - `path`: the file, in safetensors.
         - `overwrite`: whether to replace a file that exists.
 
-        **Raises:** `TypeError` for arguments that are none of these; `ValueError` for a `path` that
+        **Raises:** `TypeError` for other arguments; `ValueError` for a `path` that
         exists, and for a session that has not generated yet.
         """
         self._save(path, overwrite)

@@ -99,7 +99,7 @@ def test_attention_matches_xla_for_any_content_of_invisible_slots(name):
     assert np.abs(found - expected).max() < bound * max(1, np.abs(expected).max())
 
 
-def test_a_nan_that_is_seen_reaches_the_result():
+def test_a_visible_nan_reaches_the_result():
     case = CASES["one query"]
     query, key, value, positions, held = operands(case)
     found = attend(case, "cpu", query, key.at[0, 9, 1].set(jnp.nan), value, positions, held)

@@ -52,7 +52,7 @@ CONFIG = Config(
         ({"window_layers": [True, False]}, "for each of the 2 layers"),
         ({"residual_scale": 0.0}, "residual_scale=0.0, but it must be above 0"),
         ({"attention_softcap": -1.0}, "attention_softcap=-1.0, but it must be above 0"),
-        ({"attention_temperature": 0.1}, "it is None or a factor and a number of positions"),
+        ({"attention_temperature": 0.1}, "it must be None or a factor and a number of positions"),
         ({"attention_temperature": (0.1, 0)}, "an integer from 1"),
         ({"attention_temperature": (0.1, 8), "qk_norm": "head"}, "norms would cancel it"),
     ],

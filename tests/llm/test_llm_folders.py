@@ -162,7 +162,7 @@ def test_folders_raise(tmp_path):
         (folder / name).write_text(text[: len(text) // 2])
         refused(f"{name} is no JSON")
         (folder / name).write_text("[]")
-        refused(f"{name} holds list")
+        refused(f"{name} contains list")
         (folder / name).unlink()
         refused(f"{name} is missing")
         (folder / name).write_text(text)

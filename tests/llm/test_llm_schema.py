@@ -92,7 +92,7 @@ def test_only_allowed_tokens_are_drawn(stub):
             {"bad": 1},
             Bytes,
             ValueError,
-            "does not take the schema: a bad schema; change it",
+            "does not support the schema: a bad schema; change it",
         ),
         ({"default": {1}}, Bytes, ValueError, "not JSON serializable"),
         ({}, Letters, ValueError, "needs the tokenizer of a loaded model"),
