@@ -130,9 +130,9 @@ def load(
       tokens (sequences, length), or a `jaxlowbit.quantizers.Calibration` of one of these.
     - `dtype`: dtype of activations, of the cache and of float matrices; None for bfloat16 on a GPU
       and float32 on the CPU.
-    - `lhs_qtype`: None, or `jnp.int8` or `jnp.float8_e4m3fn`, to round the inputs of products with
-      quantized matrices of blocks to, with a scale per token; embedding and head always have float
-      inputs. `"file"` for the dtype of the checkpoint, such as int8 for W8A8 and W4A8.
+    - `lhs_qtype`: None, or `jnp.int8` or `jnp.float8_e4m3fn`: the inputs of products with quantized
+      matrices of blocks are rounded to it, with a scale per token; embedding and head always have
+      float inputs. `"file"` for the dtype of the checkpoint, such as int8 for W8A8 and W4A8.
     - `lhs_min_rows`: minimum number of tokens, over all sequences, for such rounding. None for 1
       on a CPU, and for 32 or 192 on a GPU, where products are faster from then on.
     - `scale_dtype`: dtype of scales and float zeros. None preserves the values of the file exactly.
