@@ -37,7 +37,9 @@ def parse_format(text: str) -> Format:
     if format.bits == 1 and format.zero == "none":
         raise ValueError(f"{text!r} represents only -scale and 0; add -float or -integer.")
     if format.scale == "int8":
-        raise ValueError(f"{text!r} has integers as scales, for which there are no random weights.")
+        raise ValueError(
+            f"{text!r} has integer scales, but there are no random weights with these."
+        )
     return format
 
 

@@ -53,12 +53,11 @@ class Decoder(nnx.Module):
       `layers.N.post_{attention,mlp}_norm`, `layers.N.sinks`; so is `layers.N.router` (width,
       experts). `Config.shapes` lists them.
     - `dtype`: float32, bfloat16 or float16, of activations and the cache.
-    - `lhs_qtype`: None, or `jnp.int8` or `jnp.float8_e4m3fn`, to round the inputs of products with
-      quantized matrices of blocks to, with a scale per token (`quantize_activations`). Embedding
-      and head always have float inputs.
-    - `lhs_min_rows`: minimum number of tokens, over all sequences, for such rounding. None for the
-      minimum at which products are faster: 1 on a CPU; 32 or 192 on a GPU, depending on the formats
-      of the weights.
+    - `lhs_qtype`: None, or `jnp.int8` or `jnp.float8_e4m3fn`, the inputs of products with
+      quantized matrices of blocks are rounded to it, with a scale per token
+      (`quantize_activations`). Embedding and head always have float inputs.
+    - `lhs_min_rows`: minimum number of tokens, over all sequences, for such rounding. None for 1
+      on a CPU, and for 32 or 192 on a GPU, where products are faster from then on.
     - `mesh`: a mesh with one axis, to shard the decoder over its devices; None for one device.
     - `consume`: whether to remove each weight from the dict once it is a variable. Then at most the
       weights of one block exist twice, while its gate and up are stacked.

@@ -99,7 +99,7 @@ def test_linen_stacks_have_statistics_of_each_matrix():
     assert errors[0] < 0.9 * errors[1]
 
 
-def test_few_rows_of_inputs_warn_once():
+def test_calibration_on_few_rows_warns_once():
     message = "8 rows of inputs for first, fewer than its 64 input features"
     with pytest.warns(UserWarning, match=f"^quantize_model: calibration has {message}") as found:
         quantize_model(Model(), FORMAT, keep="raw", quantizer="gptq", calibration=[BATCHES[0][:8]])

@@ -65,7 +65,7 @@ def chosen(problem: Problem, operands: Operands, target: Target) -> str:
     return function.__module__.rpartition(".")[2]
 
 
-def test_a_product_is_lowered_to_a_call_where_the_library_supports_it(cuda):
+def test_lowering_agrees_with_the_library(cuda):
     rng = random.Random(0)
     formats = [random_format(rng) for _ in range(60)]
     sizes = [(rng.choice((64, 72, 512, 2**31)), rng.choice((8, 64, 320))) for _ in range(6)]
@@ -94,7 +94,7 @@ def test_a_product_is_lowered_to_a_call_where_the_library_supports_it(cuda):
     assert len(reasons) >= 5
 
 
-def test_8_bit_products_are_those_that_the_library_supports(cuda):
+def test_lowering_of_8_bit_products_agrees_with_the_library(cuda):
     rng = random.Random(1)
     formats = [random_format(rng) for _ in range(60)]
     hopper, found = Target("cuda", frozenset({90})), set()

@@ -113,7 +113,7 @@ def test_dtypes_and_leading_axes():
     np.testing.assert_allclose(one, wide[0], rtol=1e-2, atol=1e-2)
 
 
-def test_experts_that_are_not_here_contribute_nothing():
+def test_absent_experts_contribute_nothing():
     """Neither do their weights, even NaN; an expert that occurs twice counts twice."""
     expert = EXPERT.at[0, 0].set(EXPERTS).at[1, 1].set(-1).at[2].set(3)
     weight = WEIGHT.at[0, 0].set(jnp.nan).at[1, 1].set(jnp.inf)
@@ -168,7 +168,7 @@ def test_gradients_and_vmap():
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_experts_divided_over_devices(count):
+def test_experts_sharded_over_devices(count):
     mesh = jax.make_mesh((count,), ("model",), devices=jax.devices("cpu")[:count])
     specs = (
         GATE_UP.partition_spec(mesh, lead=(None, "model")),
@@ -187,7 +187,7 @@ def test_experts_divided_over_devices(count):
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_hidden_features_divided_over_a_mesh(kind):
+def test_hidden_features_sharded_over_a_mesh(kind):
     """Tensor parallel: columns of gate and up, and rows of down, with one all-reduce."""
     gate_up = quantize(normal(2, 2, K, 128), INT4)
     down = quantize(normal(2, 128, K), Format(4, 64))

@@ -203,7 +203,7 @@ def reference(lhs: Any, rhs: Any = STACK, sizes: Any = SIZES) -> Any:
     return lax.ragged_dot(lhs, rhs.dequantize(lhs.dtype), sizes)
 
 
-def test_it_is_ragged_dot_of_the_dequantized_stack():
+def test_matches_ragged_dot_of_the_dequantized_stack():
     assert_close(ragged(LHS), reference(LHS))
 
 
@@ -219,7 +219,7 @@ def test_it_is_ragged_dot_of_the_dequantized_stack():
     ],
     ids=str,
 )
-def test_sizes_that_are_no_partition_are_cut(sizes):
+def test_invalid_group_sizes_are_clamped(sizes):
     """Sizes beyond the rows and negative ones give the documented rows, and nothing else."""
     got = np.asarray(product(LHS, STACK, np.array(sizes, np.int32)))
     every = np.asarray(LHS @ STACK)
@@ -227,7 +227,7 @@ def test_sizes_that_are_no_partition_are_cut(sizes):
         np.testing.assert_allclose(got[row], every[group, row] if group >= 0 else 0, atol=1e-4)
 
 
-def test_sizes_of_any_integers():
+def test_group_sizes_of_any_integer_dtype():
     want = np.asarray(ragged(LHS))
     for sizes in ([3, 0, 5, 1], np.array([3, 0, 5, 1], np.uint8), np.array([3, -(2**60), 5, 1])):
         np.testing.assert_array_equal(ragged(LHS, group_sizes=sizes), want)
@@ -258,7 +258,7 @@ def test_views_of_longer_stacks():
     assert_close(got, jax.nn.silu(gate) * up)
 
 
-def test_rows_of_others_do_not_matter():
+def test_groups_are_independent():
     """A NaN stays in its row, also in gradients of the scales of other experts."""
     lhs = LHS.at[4].set(jnp.nan)
     assert np.isnan(ragged(lhs)).any(axis=1).tolist() == [row == 4 for row in range(M)]
@@ -281,7 +281,7 @@ def test_rounded_rows(dtype):
     assert_close(pair, jax.nn.relu(gate) * up)
 
 
-def test_a_group_is_a_product_of_its_rows():
+def test_a_group_equals_a_product_of_its_rows():
     """Groups of one block have the bits of `quantized_matmul` and `quantized_glu`."""
     lhs = LHS.astype(jnp.bfloat16)
     got = ragged(lhs, bias=jnp.ones((4, N)), activation="gelu")
@@ -392,7 +392,7 @@ def mesh(count: int, kind: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_experts_divided_by_group_offset(count):
+def test_experts_sharded_by_group_offset(count):
     """Each device has some of the experts; the sum over devices is the result."""
     devices = mesh(count)
     specs = STACK.partition_spec(devices, lead=("model",))
@@ -411,7 +411,7 @@ def test_experts_divided_by_group_offset(count):
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("axis", ["k", "n"])
-def test_matrices_divided_over_a_mesh(axis, kind):
+def test_matrices_sharded_over_a_mesh(axis, kind):
     stack = quantize(RNG.normal(size=(4, K, 128)).astype(np.float32), INT4)
     want, devices = reference(LHS, stack), mesh(2, kind)
     with jax.set_mesh(devices):

@@ -169,7 +169,7 @@ def test_parse_format():
     assert weights.parse_format("int5-g16-float") == Format(5, 16, "float")
     assert weights.parse_format("int4-g128-integer") == jaxlowbit.UINT4
     assert weights.parse_format("int8") == jaxlowbit.INT8
-    with pytest.raises(ValueError, match="integers as scales"):
+    with pytest.raises(ValueError, match="has integer scales"):
         weights.parse_format("int4-int8")
 
 

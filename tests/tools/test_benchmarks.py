@@ -173,7 +173,7 @@ def test_driver_that_times_something_else(tmp_path, capsys):
     driver.write_text("#!/bin/sh\necho 'm=1 n=64 k=64 w4 1.00 us '\n")
     driver.chmod(0o755)
     assert run(benchmark, "--shapes", "64x64", "64x128", "--m", 1, "--driver", driver) == 2
-    assert "gave no time of m=1 and 64x128 where it was due" in capsys.readouterr().err
+    assert "gave no time of m=1 and 64x128; it may be older" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -190,12 +190,12 @@ def test_driver_that_times_something_else(tmp_path, capsys):
         ("--out {}/missing/results.json", "missing does not exist; make it first"),
         ("--plot {}/missing", "missing does not exist; make it first"),
         ("--compare {}/missing.json", "missing.json cannot be read as results"),
-        ("--read {}/empty.json", "empty.json holds no results"),
+        ("--read {}/empty.json", "empty.json contains no results"),
         ("--driver {}/missing --shapes 64x64", "missing cannot be run: No such file"),
         ("--driver {}/missing --dtype float32", "times bfloat16 and float16"),
-        ("--format mxfp4 --dtype float16", "scales of 8 bits are timed beside bfloat16"),
+        ("--format mxfp4 --dtype float16", "8-bit scales are timed with bfloat16 activations"),
         ("--read {}/one.json --compare {}/other.json", "have no cell in common"),
-        ("--read {}/one.json --markdown {}/one.json", "is no page with the lines <!-- results"),
+        ("--read {}/one.json --markdown {}/one.json", "has no lines <!-- results"),
         ("--read {}/one.json --shapes standard", "one.json has no results of standard"),
     ],
 )
@@ -389,14 +389,14 @@ def test_tokens_of_a_sweep():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--driver driver --m 16-8/8", "16-8/8 is empty; a range begins with its least"),
+        ("--driver driver --m 16-8/8", "16-8/8 is empty; a range begins with its minimum"),
         ("--driver driver --m 1-", "1-"),
         ("", "one of the arguments --driver --read is required"),
         ("--driver driver", "dense products are PyTorch's, and import torch fails"),
         ("--driver driver --shapes 64x64", "more than 512; name a larger shape"),
         ("--driver driver --shapes unsean", "a set (standard, decode, unseen, or random-40"),
         ("--driver driver --out {}/missing/sweep.json", "missing does not exist; make it first"),
-        ("--read {}/ours.json", "have no product of jaxlowbit with a dense one beside it"),
+        ("--read {}/ours.json", "have no product of jaxlowbit together with a dense one"),
         ("--read {}/both.json", "the rows have several formats, dtypes or methods"),
     ],
 )
