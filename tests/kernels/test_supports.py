@@ -80,13 +80,15 @@ def test_lowering_agrees_with_the_library(cuda):
         plain = (format, k if transposed else n, transposed, False, 0)
         problem = Problem(*plain, lhs, accumulate_float16=False, backend=None)
         backend = chosen(problem, operands, Target("cuda", frozenset({capability})))
-        # The record of the call: XLA expands scales of two levels where no kernel reads them.
+        # The record of the call: XLA expands two-level scales unless a kernel reads them.
         read = format.expanded
         sums = lhs == jnp.float32
         dtypes = ("bfloat16", "float32") if sums else (str(lhs), str(lhs))
         fields = {"m": m, "k": k, "n": n, "transposed": transposed, "scale_accumulators": sums}
         reason = ffi.unsupported(call.record(read, *dtypes, **fields), capability)
-        lost = lhs == jnp.float16 and read.outgrows_float16  # the call's float16 has no room
+        lost = (
+            lhs == jnp.float16 and read.outgrows_float16
+        )  # beyond the range of float16 in the call
         assert (backend == "cuda") == (reason == "" and not lost), (problem, rows, reason)
         reasons.add(reason)
         if not transposed and capability == 80:

@@ -1,4 +1,4 @@
-"""`quantized_moe`: its meaning, expert by expert, derivatives and divided experts."""
+"""`quantized_moe`: results compared with each expert, derivatives, and sharded experts."""
 
 import functools
 from typing import Any
@@ -48,7 +48,7 @@ def reference(
     gate_up_bias: Any = None,
     down_bias: Any = None,
 ) -> Any:
-    """Every expert for every token, in floats; `expert` and `weight` pick and add."""
+    """Every expert for every token, in floats; `expert` and `weight` select and weigh them."""
     a, b = jnp.einsum("tk,pekh->peth", x, gate_up)
     if gate_up_bias is not None:
         a, b = a + gate_up_bias[0][:, None], b + gate_up_bias[1][:, None]
@@ -114,7 +114,7 @@ def test_dtypes_and_leading_axes():
 
 
 def test_absent_experts_contribute_nothing():
-    """Neither do their weights, even NaN; an expert that occurs twice counts twice."""
+    """Their weights, even NaN, have no effect; an expert that occurs twice counts twice."""
     expert = EXPERT.at[0, 0].set(EXPERTS).at[1, 1].set(-1).at[2].set(3)
     weight = WEIGHT.at[0, 0].set(jnp.nan).at[1, 1].set(jnp.inf)
     got = moe(X, expert, weight, GATE_UP, DOWN)

@@ -62,7 +62,7 @@ class Case:
 
 
 def owners(sizes: Any, m: int) -> np.ndarray:
-    """The group of each row, -1 for none: the definition, group by group."""
+    """The group of each row, -1 for none, computed group by group."""
     found, start = np.full(m, -1), 0
     for group, size in enumerate(sizes):
         end = min(start + max(int(size), 0), m)
@@ -139,7 +139,7 @@ def oracle(case: Case, lhs: Any, rhs: Any, bias: Any, dtype: Any) -> tuple[np.nd
             finished(Oracle(*(x[i] for x in own)), "float32", bias=bias[i]) for i in range(2)
         )
         exact = gpt_oss(gate, up)
-        # Slopes of the gate's factor are at most 1.1; it is at most 7, and that of up at most 8.
+        # Slopes of the gate's factor are at most 1.1; the factor is at most 7, and the factor of up at most 8.
         bound = 1.1 * 8 * gate_bound + 7 * up_bound + 2.0**-20 * (np.abs(exact) + 8)
         bound += float(jnp.finfo(dtype).eps) * (np.abs(exact) + bound)
         bound += float(jnp.finfo(dtype).smallest_subnormal)
@@ -220,7 +220,7 @@ def test_matches_ragged_dot_of_the_dequantized_stack():
     ids=str,
 )
 def test_invalid_group_sizes_are_clamped(sizes):
-    """Sizes beyond the rows and negative ones give the documented rows, and nothing else."""
+    """Sizes beyond the rows and negative ones give the documented rows."""
     got = np.asarray(product(LHS, STACK, np.array(sizes, np.int32)))
     every = np.asarray(LHS @ STACK)
     for row, group in enumerate(owners(sizes, M)):
@@ -292,7 +292,7 @@ def test_a_group_equals_a_product_of_its_rows():
 
 
 def test_floats_match_one_expert():
-    """The definition dequantizes one matrix at a time, whatever the number of experts."""
+    """The definition dequantizes one matrix at a time, for any number of experts."""
     stack = quantize(np.ones((64, K, N), np.float32), Format(4))
     lhs = jnp.ones((256, K), jnp.float32)
     sizes = jnp.full(64, 4, jnp.int32)
