@@ -139,7 +139,7 @@ def oracle(case: Case, lhs: Any, rhs: Any, bias: Any, dtype: Any) -> tuple[np.nd
             finished(Oracle(*(x[i] for x in own)), "float32", bias=bias[i]) for i in range(2)
         )
         exact = gpt_oss(gate, up)
-        # Slopes of the gate's factor are at most 1.1; the factor is at most 7, and the factor of up at most 8.
+        # The gate's factor is at most 7, with slopes up to 1.1; the factor of up is at most 8.
         bound = 1.1 * 8 * gate_bound + 7 * up_bound + 2.0**-20 * (np.abs(exact) + 8)
         bound += float(jnp.finfo(dtype).eps) * (np.abs(exact) + bound)
         bound += float(jnp.finfo(dtype).smallest_subnormal)
