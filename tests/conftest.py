@@ -255,7 +255,7 @@ def optimization(request: pytest.FixtureRequest) -> Iterator[None]:
     optimized = request.path.stem.removeprefix("test_") in OPTIMIZED
     disable = DISABLED or (not optimized and jax.default_backend() == "cpu")
     if bool(jax.config.read(DISABLE)) != disable:
-        jax.clear_caches()  # they hold programs that were compiled otherwise
+        jax.clear_caches()  # they contain programs compiled with other settings
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(DISABLE.upper(), str(int(disable)))
         jax.config.update(DISABLE, disable)

@@ -94,7 +94,7 @@ class Tensor(NamedTuple):
         if self.kind not in kinds or self.shape not in shapes:
             raise ValueError(
                 f"{self.where} is {self.kind} of shape {self.shape}, but by its configuration it "
-                f"is {' or '.join(kinds)} of shape {' or '.join(map(str, shapes))}; {AGAIN}."
+                f"must be {' or '.join(kinds)} of shape {' or '.join(map(str, shapes))}; {AGAIN}."
             )
         return self
 
@@ -198,7 +198,7 @@ def _read_shards(path: Path, index: Path) -> tuple[dict[str, Tensor], dict[str, 
     for name, file in places.items():
         if name not in found or found[name].file.name != file:
             raise ValueError(
-                f"{index} has tensor {name!r} in {file}, but that file is without it; {AGAIN}."
+                f"{index} has tensor {name!r} in {file}, but the file does not contain it; {AGAIN}."
             )
     return found, metadata
 

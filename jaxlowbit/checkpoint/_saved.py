@@ -322,7 +322,7 @@ def saved_of(folder: Folder) -> Saved:
         for start in (_ARRAY, _HASH)
     )
     if odd := sorted(hashes.keys() ^ folder.tensors.keys()):
-        raise ValueError(f"{path}: tensor {odd[0]!r} lacks its hash or its numbers; {AGAIN}.")
+        raise ValueError(f"{path}: tensor {odd[0]!r} has no hash, or no data; {AGAIN}.")
     rest = dict(folder.tensors)
     found = Saved(path, {}, {}, hashes, folder.tensors)
     for name, text in described.items():
@@ -376,7 +376,7 @@ def load_saved(
     if odd := sorted(wanted.keys() ^ saved.arrays.keys()):
         where = "the folder lacks" if odd[0] in wanted else "target lacks"
         raise ValueError(
-            f"load: {where} the array {odd[0]!r}; target is a tree with the structure of the one "
+            f"load: {where} the array {odd[0]!r}; target must have the structure of the tree "
             f"that was saved in {path}."
         )
     return jax.tree.unflatten(structure, [place(name, like) for name, like in wanted.items()])
@@ -404,7 +404,7 @@ def _check_like(name: str, leaf: Any, like: Any) -> None:
     if signature(leaf) != signature(like):
         raise ValueError(
             f"load: array {name!r} is {_words(leaf)}, but target has {_words(like)}; make the "
-            "target as the saved tree was made."
+            "target like the saved tree."
         )
 
 

@@ -239,7 +239,7 @@ def test_models_that_cannot_be_quantized_raise():
         pass
 
     for layer, message in (
-        (nn.Dense(N, precision="highest"), r"'layers_0' has precision='highest', which a quant"),
+        (nn.Dense(N, precision="highest"), r"'layers_0' has precision='highest', but quant"),
         (Special(N), r"'layers_0' is Special, and a subclass .* Keep it, with a rule"),
     ):
         module = nn.Sequential([layer])

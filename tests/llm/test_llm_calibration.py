@@ -45,7 +45,7 @@ def test_calibrated_models_are_nearer_to_the_floats(tiny):
 
 
 def test_factors_of_inputs_are_folded_without_a_change(tiny):
-    """8 bits hide nothing: norms and matrices that take the factors give the same logits."""
+    """With 8 bits, folding factors into norms and matrices keeps the logits."""
     wanted = logits(tiny, format=None)
     found = logits(tiny, "smoothquant", "int8")
     model = loaded(tiny, "int8", quantizer="smoothquant", calibration=TOKENS)

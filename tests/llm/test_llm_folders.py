@@ -284,7 +284,7 @@ def test_indices_name_the_tensors_of_their_shards(tmp_path):
     with pytest.raises(ValueError, match=rf"has tensor 'lm_head.bias' in {first}, but that file"):
         load(folder)
     index.write_text(text.replace(first, "other").replace(second, first).replace("other", second))
-    with pytest.raises(ValueError, match="but that file is without it"):
+    with pytest.raises(ValueError, match="but the file does not contain it"):
         load(folder)
     index.write_text(text)
     (folder / second).write_bytes((folder / first).read_bytes())

@@ -139,7 +139,7 @@ def test_info_reports_the_build_and_the_devices():
     assert report.returncode == 0, report.stderr
     assert re.search(r"jaxlowbit +\d+\.\d+\.\d+, Python 3", report.stdout)
     assert re.search(r"jax +\d+\.\d+\.\d+.*, jaxlib \d+", report.stdout)
-    assert re.search(r"custom-call API +built for 0\.3, .* speaks 0\.\d+", report.stdout)
+    assert re.search(r"custom-call API +built for 0\.3; .* has 0\.\d+", report.stdout)
     assert re.search(r"CPU kernels +\w+", report.stdout)
     assert re.search(r"CUDA kernels +\w+", report.stdout)
     assert re.search(r"device 0 .*(cpu|sm_\d)", report.stdout)

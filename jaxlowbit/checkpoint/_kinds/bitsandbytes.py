@@ -98,7 +98,7 @@ def _eight_bits(folder: Folder, module: str) -> Matrix:
         return found
     if layout.check(("U8",), (), (1,)).array().item() != 0:
         raise ValueError(
-            f"{layout.where} is {layout.array().item()}, but 0, which means rows, is read; {OTHER}."
+            f"{layout.where} is {layout.array().item()}, but it must be 0, for rows; {OTHER}."
         )
     return dataclasses.replace(found, tensors=(*found.tensors, layout))
 
@@ -109,8 +109,7 @@ def _four_bits(folder: Folder, state: str) -> Matrix:
     table = folder.need(f"{name}.quant_map", state).check(("F32",), (16,))
     if kind not in ("nf4", "fp4"):
         raise ValueError(
-            f"{tensors[1].where} has the type {kind!r}, but of 4 bits 'nf4' and 'fp4' are read; "
-            f"{OTHER}."
+            f"{tensors[1].where} has the type {kind!r}, but it must be 'nf4' or 'fp4'; {OTHER}."
         )
     k = blocks.shape[1]
     group = math.gcd(k, blocks.size)
@@ -149,7 +148,7 @@ def _blocks(folder: Folder, name: str, packed: Tensor) -> tuple[Blocks, tuple[Te
             pass
         case shape:
             raise ValueError(
-                f"{packed.where} has the shape {brief(shape)}, but matrices are read; {OTHER}."
+                f"{packed.where} has the shape {brief(shape)}, but it must be a matrix; {OTHER}."
             )
     size = _size(state, packed, "blocksize")
     if not 0 <= weight.nbytes - -(-n * k // 2) < weight.dtype.itemsize:
