@@ -29,11 +29,6 @@ inline UnitParams UnitsOf(const QuantizedMatmul& problem) {
   return {nullptr, nullptr, problem.num_weights, problem.epilogue.units};
 }
 
-inline RaggedParams RaggedOf(const QuantizedMatmul& problem) {
-  return {nullptr, nullptr, static_cast<int>(problem.groups_of_rows),
-          static_cast<int>(problem.experts()), static_cast<int>(problem.m)};
-}
-
 // Entries of a table codebook, repeated to fill the lanes of a warp; unspecified for other codebooks.
 template <typename B>
 TableParams TableOf(const QuantizedMatmul& problem, const B& buffers) {
@@ -53,6 +48,12 @@ inline Divider DivideBy(int64_t divisor) {
 inline WideDivider WideDivideBy(int64_t divisor) {
   return {static_cast<int>(divisor), ((uint64_t{1} << 63) + static_cast<uint64_t>(divisor) - 1) /
                                          static_cast<uint64_t>(divisor)};
+}
+
+// `columns`: tiles along n.
+inline RaggedParams RaggedOf(const QuantizedMatmul& problem, int64_t columns) {
+  return {nullptr, nullptr, static_cast<int>(problem.groups_of_rows),
+          static_cast<int>(problem.experts()), static_cast<int>(problem.m), WideDivideBy(columns)};
 }
 
 // Atoms per group along k, and groups per atom; at least 1.

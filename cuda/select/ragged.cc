@@ -29,6 +29,11 @@ int64_t MaxBlocks(const QuantizedMatmul& problem, int block_m) {
   return std::min(problem.m, problem.m / block_m + problem.experts() + kWithoutWeight);
 }
 
+int GroupTableBytes(const QuantizedMatmul& problem) {
+  constexpr int64_t kTotals = 16, kEntry = 8;
+  return static_cast<int>(CeilDiv(kTotals + (problem.experts() + 1) * kEntry, kTotals) * kTotals);
+}
+
 QuantizedMatmul BlocksOf(const QuantizedMatmul& problem, int block_m) {
   if (!problem.is_ragged()) return problem;
   QuantizedMatmul blocks = problem;

@@ -16,6 +16,9 @@ int64_t ExpectedBlocks(const QuantizedMatmul& problem, int block_m);
 // Maximum number of blocks for any sizes.
 int64_t MaxBlocks(const QuantizedMatmul& problem, int block_m);
 
+// Bytes of the table of groups in shared memory (RaggedTable).
+int GroupTableBytes(const QuantizedMatmul& problem);
+
 // The batch of blocks of `block_m` rows whose plan and cost represent a ragged product; a dense product itself.
 QuantizedMatmul BlocksOf(const QuantizedMatmul& problem, int block_m);
 

@@ -99,11 +99,18 @@ Support SupportsOnHopper(Kernel kernel, const QuantizedMatmul& problem, const De
 // Possible rows of a block in ragged products of qmm_sm90_stream.
 constexpr int kStreamBlocks[] = {8, 16, 32};
 
+// Maximum experts of a ragged product, whose table is in shared memory.
+constexpr int64_t kMaxExperts = 512;
+
 // Whether one of Hopper's kernels supports a ragged product. Its instances are compiled at first use.
 Support SupportsRagged(const QuantizedMatmul& problem, const Device& device) {
   if (problem.batch != 1 || problem.transposed || problem.permuted_parts > 0 ||
-      Is8Bit(problem.lhs) || problem.apply_lhs_scale || problem.experts() < 1) {
+      Is8Bit(problem.lhs) || problem.apply_lhs_scale) {
     return {"rows in groups are of 16 bits, and neither batched, transposed nor permuted"};
+  }
+  if (problem.experts() < 1 || problem.experts() > kMaxExperts) {
+    return {"products of rows in groups have from 1 to " + std::to_string(kMaxExperts) +
+            " weights, this one has " + std::to_string(problem.experts())};
   }
   if (!device.can_compile()) {
     return {"kernels for rows in groups are compiled where they run, and there is no compiler"};
@@ -117,14 +124,14 @@ Support SupportsRagged(const QuantizedMatmul& problem, const Device& device) {
   return Supports(Kernel::kQmmSm90, blocks, device);
 }
 
-// The cheapest choice for a ragged product, by the cost of the expected blocks. If several have about the same cost,
-// as all tiles have that only wait for memory, selects the one with the smallest blocks.
+// The cheapest choice for a ragged product, by the cost of the expected blocks. Choices that only wait for memory
+// cost the same; of these, selects the one with the smallest blocks and, for qmm_sm90_stream, the largest tiles of
+// channels.
 Choice SelectRagged(const QuantizedMatmul& problem, const Device& device) {
   constexpr double kSame = 0.97;
   Choice best;
   double min_cost = std::numeric_limits<double>::infinity();
-  const auto consider = [&](const Choice& choice, const QuantizedMatmul& blocks) {
-    const double cost = Cost(blocks, device, choice);
+  const auto consider = [&](const Choice& choice, double cost) {
     if (cost >= kSame * min_cost) return;
     min_cost = cost;
     best = choice;
@@ -132,7 +139,17 @@ Choice SelectRagged(const QuantizedMatmul& problem, const Device& device) {
   for (int block_m : kStreamBlocks) {
     const QuantizedMatmul blocks = BlocksOf(problem, block_m);
     if (!Supports(Kernel::kQmmSm90Stream, blocks, device)) continue;
-    consider(Configure(Kernel::kQmmSm90Stream, blocks, device, 0), blocks);
+    std::vector<Choice> choices = sm90_stream::Choices(blocks);
+    std::stable_sort(
+        choices.begin(), choices.end(),
+        [](const Choice& left, const Choice& right) { return left.slices > right.slices; });
+    for (const Choice& choice : choices) {
+      // One tile at a time, with work for all warps.
+      if (sm90_stream::kMaxTileSlices % choice.slices != 0) continue;
+      if (!sm90_stream::SupportsChoice(choice, blocks, device, 0)) continue;
+      const double cost = sm90_stream::RaggedCost(blocks, device, choice);
+      consider(choice, cost / RelativeClock(device));
+    }
   }
   std::vector<Choice> choices = sm90::Choices(problem);
   std::stable_sort(choices.begin(), choices.end(), [](const Choice& left, const Choice& right) {
@@ -141,7 +158,7 @@ Choice SelectRagged(const QuantizedMatmul& problem, const Device& device) {
   for (const Choice& choice : choices) {
     if (choice.peers > 1 || choice.split_k > 1) continue;
     const QuantizedMatmul blocks = BlocksOf(problem, choice.block_m);
-    if (Supports(choice, blocks, device, 0)) consider(choice, blocks);
+    if (Supports(choice, blocks, device, 0)) consider(choice, Cost(blocks, device, choice));
   }
   return best;
 }

@@ -84,7 +84,7 @@ def quantized_moe(
     caller = "quantized_moe"
     checks.quantized(caller, "gate_up", gate_up, QuantizedArray)
     checks.quantized(caller, "down", down, QuantizedArray)
-    check_activation(caller, activation, pairs=True)
+    check_activation(caller, activation, pairs=True, optional=False)
     _check_weights(gate_up, down)
     options = Options.checked(caller, preferred_element_type, precision, out_sharding, backend)
     x = checks.array(caller, "x", x, "tokens (..., k)")
@@ -139,8 +139,8 @@ class _Moe(Call):
             operands
         )
         experts, top, tokens = down.shape[0], expert.shape[-1], x.reshape(-1, x.shape[-1])
-        first = jnp.clip(offset, -experts - 1, jnp.iinfo(jnp.int32).max - experts)
-        here = (expert >= first) & (expert < first + experts)
+        first = jnp.clip(offset, -experts, jnp.iinfo(jnp.int32).max - experts)
+        here = (expert >= jnp.maximum(first, 0)) & (expert < first + experts)
         local = jnp.where(here, expert - first, experts).reshape(-1)
         order = jnp.argsort(local, stable=True).astype(jnp.int32)
         every = jnp.arange(experts, dtype=jnp.int32)

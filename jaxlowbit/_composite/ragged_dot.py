@@ -23,6 +23,7 @@ from .._matmul.call import Call, Rows, Weights, run
 from .._matmul.epilogue import Activation, GatedActivation
 from .._matmul.options import Backend, Options
 from .._matmul.primitive import equally_varying
+from .._matmul.quantized_lhs import check_float32_sums
 
 
 def quantized_ragged_dot(
@@ -213,7 +214,7 @@ class _RaggedDot(Call):
         gate, up = (
             quantized_matmul(
                 x,
-                weight._with(index=weight.index[i]),
+                weight._with(index=jnp.asarray(weight.index)[i]),
                 bias=None if bias is None else bias[i],
                 preferred_element_type=jnp.float32,
                 **options,
@@ -244,7 +245,7 @@ class _Blocks(NamedTuple):
 
 
 def _blocks(sizes: Array, offset: Array, m: int, experts: int) -> _Blocks:
-    """Divides the rows of the experts into blocks."""
+    """Divides the rows of the experts into at most `count` blocks."""
     size, int32 = _block_size(m, experts), jnp.int32
     count = (m + (size - 1) * min(experts, m)) // size
     bounds = _bounds(sizes, offset, m, experts)
@@ -282,10 +283,10 @@ def _bounds(sizes: Array, offset: Array, m: int, experts: int) -> Array:
 
 
 def _block_size(m: int, experts: int) -> int:
-    """Rows of a block: a small group usually fits one block; a large group has little padding."""
+    """Rows of a block: a power of two near the mean group, or half of it, so there is little
+    padding."""
     mean = -(-m // experts)
-    rows = 2 * m // experts if mean <= 16 else min(max(32, mean // 2), 256)
-    return 1 << max(rows - 1, 0).bit_length()
+    return min(1 << ((mean if mean < 64 else mean // 2).bit_length() - 1), 256)
 
 
 def _expert(rhs: QuantizedArray, expert: Array) -> QuantizedArray:
@@ -298,15 +299,15 @@ def _expert(rhs: QuantizedArray, expert: Array) -> QuantizedArray:
     return rhs._with(index=index[..., expert])
 
 
-def check_activation(caller: str, activation: Any, *, pairs: bool) -> None:
-    """Raises for an unknown activation, and for an activation of pairs if `pairs` is false."""
+def check_activation(caller: str, activation: Any, *, pairs: bool, optional: bool = True) -> None:
+    """Raises for an unknown activation, and for gpt-oss's unless matrices are pairs."""
     names = get_args(GatedActivation if pairs else Activation)
     if not pairs and activation == "gpt_oss":
         raise ValueError(
             f"{caller}: activation is {activation!r}, which has a gate and an up, but rhs is one "
             "matrix per expert; stack both as pairs (2, experts, k, n)."
         )
-    checks.choice(caller, "activation", activation, names, optional=True)
+    checks.choice(caller, "activation", activation, names, optional=optional)
 
 
 def check_rows(caller: str, lhs: Any, rhs: QuantizedArray, lhs_qtype: Any, options: Options) -> Any:
@@ -325,11 +326,7 @@ def check_rows(caller: str, lhs: Any, rhs: QuantizedArray, lhs_qtype: Any, optio
         options.check_rows(caller, floats, rhs)
         return None
     dtype = None if given else value_dtype(caller, "lhs_qtype", lhs_qtype)
-    if options.precision is not None:
-        raise ValueError(
-            f"{caller}: precision is {options.precision}, but quantized activations are multiplied "
-            "in bfloat16 with float32 sums; leave precision out."
-        )
+    check_float32_sums(caller, options)
     values = jax.ShapeDtypeStruct(floats.shape, EXACT)
     options.replace(backend=None).check_rows(caller, floats, rhs)
     options.replace(preferred_element_type=None).check_rows(caller, values, rhs)
@@ -367,5 +364,5 @@ def checked_offset(caller: str, group_offset: Any) -> Array:
 
 
 def matrix(weight: QuantizedArray) -> QuantizedArray:
-    """The first matrix of a stack, as a view; every matrix has the same sharding."""
+    """The first matrix of a stack, as a view, for the sharding of a result."""
     return weight._with(index=jnp.int32(0))

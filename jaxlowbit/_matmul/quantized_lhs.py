@@ -61,11 +61,7 @@ def product(
                     f"{caller}: {name} is {checks.brief(value)}, but lhs is quantized already; "
                     f"leave {name} out."
                 )
-    if options.accumulate_float16:
-        raise ValueError(
-            f"{caller}: precision is {FLOAT16_SUMS}, but quantized activations are multiplied "
-            "in bfloat16 with float32 sums; leave precision out."
-        )
+    check_float32_sums(caller, options)
     floats, values = (jax.ShapeDtypeStruct(lhs.shape, dtype) for dtype in (lhs.dtype, EXACT))
     options.replace(backend=None).check(caller, floats, rhs)
     options.replace(preferred_element_type=None).check(caller, values, rhs)
@@ -85,6 +81,15 @@ def product(
     if bias is not None and lhs.ndim > 1:
         bias = bias[..., None, :]
     return epilogue.finished(sums, bias, activation, residual, out_dtype)
+
+
+def check_float32_sums(caller: str, options: Options) -> None:
+    """Raises for a `precision` that allows float16 sums."""
+    if options.accumulate_float16:
+        raise ValueError(
+            f"{caller}: precision is {FLOAT16_SUMS}, but quantized activations are multiplied "
+            "in bfloat16 with float32 sums; leave precision out."
+        )
 
 
 @dataclasses.dataclass(frozen=True)

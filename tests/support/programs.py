@@ -71,6 +71,7 @@ KINDS = {
     "permuted": Kind("d", "d", True, True, ("permuted",)),
     "transposed": Kind("e", "d", weights=("wide",)),
     "experts": Kind("d", "d", True, True),
+    "ragged": Kind("d", "d", True),
     "vmap": Kind("d", "d", True),
     "remat": Kind("d", "d"),
 }
@@ -353,8 +354,10 @@ class _Run:
             like = jax.ShapeDtypeStruct((m, d), lhs.dtype)
             wide = self.weight("wide")
             return tuple(jax.linear_transpose(lambda x: matmul(x, wide), like)(lhs))
-        if kind in ("experts", "vmap"):
+        if kind in ("experts", "vmap", "ragged"):
             stack = self.weight("stack")
+            if kind == "ragged":
+                return (self.ragged(call, lhs, stack, addends | typed | options),)
             if kind == "vmap":
                 index = (np.arange(m, dtype=np.int32) + call.index) % stack.shape[0] + self.origin
                 return (jax.vmap(lambda x, i: matmul(x, stack.select(i), **addends))(lhs, index),)
@@ -389,6 +392,16 @@ class _Run:
             **options,
         )
         return y, following
+
+    def ragged(self, call: Call, lhs: jax.Array, stack: QuantizedArray, options: Any) -> jax.Array:
+        """Rows in two groups, the others empty; the last one ends behind the rows."""
+        sizes = np.zeros(stack.shape[0], np.int32)
+        sizes[call.index], sizes[call.index - 1] = call.m - call.m // 3, call.m // 3
+        sizes[-1] += 3
+        if "bias" in options:
+            shape = (*stack.shape[:1], self.program.d)
+            options["bias"] = jnp.broadcast_to(options["bias"], shape)
+        return jaxlowbit.quantized_ragged_dot(lhs, stack, sizes + self.origin, **options)
 
     def square(self, call: Call, turn: Any, layer: Any) -> QuantizedArray:
         if call.pick == "layer":

@@ -217,8 +217,8 @@ RIGHT: dict[str | tuple[str, str], Callable[[Any], bool]] = {
     "xs": shaped((None,)),
     "zero": NOTHING,
     "down_bias": NOTHING,
-    "gate_up_bias": NOTHING,
-    "group_offset": among(None, 0, 1, 2, 4, -1, -2, 2**40),
+    "gate_up_bias": lambda value: value is None or np.shape(value) == (2, 3, N),
+    "group_offset": lambda value: value is None or np.size(value) == 1,
     "group_sizes": among((1, 2, 3)),
     # The equation, and possible names of parameters.
     ("linen.EinsumLayer", "bias"): of(str, type(None)),
@@ -227,6 +227,7 @@ RIGHT: dict[str | tuple[str, str], Callable[[Any], bool]] = {
     ("linen.EinsumLayer", "equation"): lambda value: value == "bd,df->bf" or callable(value),
     ("EinsumParameter", "equation"): lambda value: value == "bd,df->bf" or callable(value),
     ("Config", "hidden"): of(int),
+    ("ragged_dot", "activation"): among(None, "silu", "gelu", "gelu_tanh", "relu"),
     ("RopeScaling", "beta_slow"): of(float, int),
     ("supported_backends", "lhs"): lambda value: hasattr(value, "dtype"),
     ("LanguageModel", "decoder"): of(llm.Decoder),

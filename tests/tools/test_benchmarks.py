@@ -10,6 +10,7 @@ import benchmark
 import compare
 import contenders
 import decode
+import experts
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +22,8 @@ import shapes
 import sweep
 import timing
 import violations
+
+from jaxlowbit import quantized_ragged_dot as jl_ragged_dot
 
 SMALL = ["--cold-mb", "0", "--calls", "1"]
 
@@ -479,3 +482,23 @@ def test_rounded(quick, monkeypatch, capsys):
 def test_decode_raises_for_other_widths(capsys):
     assert run(decode, "--width", 100) == 2
     assert "--width is 100, but it must be a multiple of 32" in capsys.readouterr().err
+
+
+# --- experts --------------------------------------------------------------------------------------
+
+
+def test_experts(monkeypatch, tmp_path, capsys):
+    """Results are checked, and written with a table; times are not measured here."""
+    time = timing.Microseconds(10.0, (9.0, 11.0))
+    monkeypatch.setattr(timing, "microseconds_per_call", lambda *_: time)
+    monkeypatch.setattr(experts, "SMALL", {"small": experts.Model(4, 2, 64, 64)})
+    out, page = tmp_path / "out.json", tmp_path / "page.md"
+    ours = ["--backends", "jaxlowbit", "--tokens", "2"]
+    experts.main(["--dry-run", *ours, "--out", str(out), "--markdown", str(page)])
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["part"] for row in rows] == ["gate_up", "down", "moe"]
+    assert all(row["us"] == 10 and 0 < row["error_over_bound"] <= 1 for row in rows)
+    assert "| small moe | jaxlowbit, int4-g128 | 10.0 |" in page.read_text()
+    monkeypatch.setattr(experts, "ours", lambda x, operands: 1.1 * jl_ragged_dot(x, *operands))
+    experts.main(["--dry-run", "--products", *ours])
+    assert "wrong by" in capsys.readouterr().out

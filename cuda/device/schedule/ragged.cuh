@@ -3,15 +3,19 @@
 // The schedule of ragged products: rows of lhs are sorted by group, and each group has a separate weight. Sizes of
 // groups are read on the device.
 //
-// Rows of a group are divided into blocks of kBlock rows, which belong to one group each. Blocks of local groups come
+// Rows of a group are divided into blocks of kBlock rows. A tile is a block and some columns. Blocks of local groups come
 // first, group by group; then blocks of the other rows, which are zero in the result. A group begins
-// at any row: a block whose group has fewer rows reads rows of the next group, and does not store them.
+// at any row: a block whose group has fewer rows reads rows of the next group, and does not store them. CTAs are
+// persistent: each makes a table of the groups in shared memory, and finds its tiles there.
 //
 //   lhs      ├── group 0 ──┼─ 1 ─┼───── group 2 ─────┼── no group ──┤
 //   blocks   │  0   │  1  │  2  │  3   │   4  │  5   │  6   │   7   │
 #pragma once
 
 #include <cstdint>
+
+#include "cuda/device/copy.cuh"
+#include "cuda/device/divide.cuh"
 
 namespace jaxlowbit {
 
@@ -22,14 +26,10 @@ struct RaggedParams {
   int groups;
   int experts;  // weights; gated: pairs, first the gates of all experts, then their ups
   int rows;     // of lhs
+  WideDivider columns;  // tiles along the columns, of every block
 };
 
-// A block of rows. `expert` is negative for rows that are zero; `rows` is 0 if the block does not exist.
-struct RaggedBlock {
-  int expert, first, rows;
-};
-
-// The schedule of one block; see Batched. kMayBeGated: the instance supports gated products.
+// The schedule of one tile; see Batched. kMayBeGated: the instance supports gated products.
 template <bool kMayBeGated = true>
 struct Ragged {
   int expert, first, rows;
@@ -125,32 +125,86 @@ __device__ RaggedTotals ForEachGroup(const RaggedParams& p, Visit visit) {
   return totals;
 }
 
-// A block of kBlock rows outside of all local groups. Block 0 follows the last block of a local group.
-template <int kBlock>
-__device__ RaggedBlock ZeroBlock(const RaggedParams& p, int begin, int end, int number) {
-  const int before = (begin + kBlock - 1) / kBlock;
-  const int first = number < before ? number * kBlock : end + (number - before) * kBlock;
-  const int last = number < before ? begin : p.rows;
-  return {-1, first, max(0, min(kBlock, last - first))};
-}
+// A tile of a ragged product: at most kBlock rows of an expert, beginning with `first` and ending before `end`, and a
+// column. Negative expert: rows that are zero in all columns.
+struct RaggedTile {
+  int expert, column, first, end;
+};
 
-// Finds block `number`; called by a warp. All lanes return it.
-template <int kBlock>
-__device__ RaggedBlock FindBlock(const RaggedParams& p, int number) {
-  RaggedBlock found = {0, 0, 0};
-  const RaggedTotals totals =
-      ForEachGroup<kBlock>(p, [&](int expert, int begin, int end, int block) {
-        const int first = begin + (number - block) * kBlock;
-        if (expert < p.experts && number >= block && first < end) {
-          found = {expert, first, min(kBlock, end - first)};
-        }
-      });
-  if (number >= totals.blocks) {
-    return ZeroBlock<kBlock>(p, totals.begin, totals.end, number - totals.blocks);
+// The local groups, in shared memory: the totals, then first row and first block of each expert, and of the end.
+class RaggedTable {
+ public:
+  static constexpr int kTotalsBytes = 16, kEntryBytes = 8;
+
+  __device__ explicit RaggedTable(uint32_t shared) : shared_(shared) {}
+
+  // Called by a warp after the previous kernels have ended.
+  template <int kBlock>
+  __device__ void Store(const RaggedParams& p) const {
+    const RaggedTotals totals = ForEachGroup<kBlock>(
+        p, [&](int expert, int begin, int, int block) { StoreEntry(expert, begin, block); });
+    // Groups that the sizes do not list are empty: in front of the first one, or behind the last one.
+    const int lane = threadIdx.x % 32;
+    const int offset = p.offset == nullptr ? 0 : __ldcg(p.offset);
+    for (int expert = lane; expert <= p.experts; expert += 32) {
+      const int64_t group = int64_t{expert} + offset;
+      if (group < 0) StoreEntry(expert, 0, 0);
+      if (group >= p.groups) StoreEntry(expert, totals.end, totals.blocks);
+    }
+    if (lane == 0) {
+      StoreShared16(shared_, make_uint4(Word(totals.begin), Word(totals.end), Word(totals.blocks), 0));
+    }
   }
-  const int lane = __ffs(__ballot_sync(~0u, found.rows > 0)) - 1;
-  return {__shfl_sync(~0u, found.expert, lane), __shfl_sync(~0u, found.first, lane),
-          __shfl_sync(~0u, found.rows, lane)};
-}
+
+  __device__ RaggedTotals Totals() const {
+    const uint4 totals = LoadShared16(shared_);
+    return {static_cast<int>(totals.x), static_cast<int>(totals.y), static_cast<int>(totals.z)};
+  }
+
+  // Tiles with a weight come first, then tiles of rows that are zero.
+  template <int kBlock>
+  __device__ int NumTiles(const RaggedParams& p) const {
+    const RaggedTotals totals = Totals();
+    return totals.blocks * p.columns.divisor + (totals.begin + kBlock - 1) / kBlock +
+           (p.rows - totals.end + kBlock - 1) / kBlock;
+  }
+
+  // Blocks of a group vary fastest, then columns, so CTAs that share weights run together.
+  template <int kBlock>
+  __device__ RaggedTile Find(const RaggedParams& p, int number) const {
+    const RaggedTotals totals = Totals();
+    const int columns = p.columns.divisor, zeros = number - totals.blocks * columns;
+    if (zeros >= 0) {
+      const int before = (totals.begin + kBlock - 1) / kBlock;
+      const int first = zeros < before ? zeros * kBlock : totals.end + (zeros - before) * kBlock;
+      return {-1, 0, first, min(first + kBlock, zeros < before ? totals.begin : p.rows)};
+    }
+    // The last expert whose first block is not behind this one: groups without rows share it with the next one.
+    const int block = p.columns.Divide(number);
+    int low = 0, high = p.experts;
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      const bool behind = static_cast<int>(LoadShared4(Entry(middle) + 4)) > block;
+      (behind ? high : low) = middle;
+    }
+    const uint2 own = LoadShared8(Entry(low)), next = LoadShared8(Entry(low + 1));
+    const int first = static_cast<int>(own.y), blocks = static_cast<int>(next.y) - first;
+    const int in_group = number - first * columns, column = in_group / blocks;
+    return {low, column, static_cast<int>(own.x) + (in_group - column * blocks) * kBlock,
+            static_cast<int>(next.x)};
+  }
+
+ private:
+  __device__ static uint32_t Word(int value) { return static_cast<uint32_t>(value); }
+  __device__ uint32_t Entry(int expert) const {
+    return shared_ + kTotalsBytes + expert * kEntryBytes;
+  }
+  __device__ void StoreEntry(int expert, int row, int block) const {
+    StoreShared4(Entry(expert), Word(row));
+    StoreShared4(Entry(expert) + 4, Word(block));
+  }
+
+  const uint32_t shared_;
+};
 
 }  // namespace jaxlowbit

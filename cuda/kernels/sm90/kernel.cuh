@@ -20,8 +20,8 @@
 //             end of a tile: epilogue ─► store                                           (store.cuh)
 //             end of a part of the tail: partial sums to the workspace, for a kernel that adds them (reduce.cuh)
 //
-// Ragged. Rows are sorted by group, and the tile's rows belong to one group. A CTA first makes a table of the groups in
-// shared memory, and finds its tiles there (params.cuh). Tiles are not split along k.
+// Ragged. A tile's rows belong to one group, which the CTA finds in a table that it makes first
+// (device/schedule/ragged.cuh). Tiles are not split along k.
 //
 // Gated. Strips of a CTA are in pairs: the same channels of the gate and of up. Tiles with an odd number of strips do
 // not support gated products.
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(I::kThreads, I::kTile.ctas_per_sm)
   if constexpr (I::kRagged) {
     if (warp == 0) {
       WaitForPreviousKernels();  // they may have written the sizes
-      StoreGroups<I>(p, memory);
+      memory.groups(p.plan).template Store<I::kM>(p.ragged);
     }
   }
   __syncthreads();  // barriers exist

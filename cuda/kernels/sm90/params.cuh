@@ -66,7 +66,7 @@ struct Instance {
   static constexpr bool kRagged = false;
 };
 
-// The instance of a ragged product: a tile is a block of rows of one group (device/schedule/ragged.cuh).
+// The instance of a ragged product (device/schedule/ragged.cuh).
 template <class Dense>
 struct RaggedInstance : Dense {
   static constexpr bool kRagged = true;
@@ -130,8 +130,7 @@ struct Params {
   const float* lhs_scale;  // [batch, m], of an lhs of 8 bits
   UnitParams units;
   int ahead_stages;  // stages whose weights are loaded before the previous kernels have ended
-  RaggedParams ragged;      // for a RaggedInstance, with
-  WideDivider column_tiles;  // a divisor of tiles_n
+  RaggedParams ragged;  // for a RaggedInstance
 };
 
 // A position in the product. Ragged: `batch` is the expert, or negative for rows that are zero; rows count from the
@@ -194,46 +193,16 @@ struct Memory {
   __device__ uint32_t scales(const Plan& plan, int slot) const {
     return base + plan.scales + slot * plan.scales_bytes;
   }
-  // Ragged: the totals, then an entry of each expert and one for the end.
-  __device__ uint32_t totals(const Plan& plan) const { return scales(plan, plan.num_stages); }
-  __device__ uint32_t group(const Plan& plan, int expert) const {
-    return totals(plan) + kCopyBytes + expert * kGroupBytes;
+  // The table of a RaggedInstance.
+  __device__ RaggedTable groups(const Plan& plan) const {
+    return RaggedTable(scales(plan, plan.num_stages));
   }
 };
 
-// Ragged: writes the first row and the first block of every local group to shared memory. Called by a warp.
-template <class I>
-__device__ void StoreGroups(const Params& p, Memory memory) {
-  const int lane = threadIdx.x % 32;
-  const auto store = [&](int expert, int row, int block) {
-    StoreShared4(memory.group(p.plan, expert), static_cast<uint32_t>(row));
-    StoreShared4(memory.group(p.plan, expert) + 4, static_cast<uint32_t>(block));
-  };
-  // Groups that the sizes do not list are empty: before the first one, or behind the last one.
-  const RaggedTotals totals = ForEachGroup<I::kM>(p.ragged, [](int, int, int, int) {});
-  const int offset = p.ragged.offset == nullptr ? 0 : __ldcg(p.ragged.offset);
-  for (int expert = lane; expert <= p.ragged.experts; expert += 32) {
-    const bool before = int64_t{expert} + offset < 0;
-    store(expert, before ? 0 : totals.end, before ? 0 : totals.blocks);
-  }
-  __syncwarp();
-  ForEachGroup<I::kM>(p.ragged,
-                      [&](int expert, int begin, int, int block) { store(expert, begin, block); });
-  if (lane == 0) {
-    const auto word = [](int value) { return static_cast<uint32_t>(value); };
-    StoreShared16(memory.totals(p.plan),
-                  make_uint4(word(totals.begin), word(totals.end), word(totals.blocks), 0));
-  }
-}
-
-// Ragged: all tiles of blocks with weights, then one task for each block of rows that are zero.
 template <class I>
 __device__ inline int NumTasks(const Params& p, Memory memory) {
   if constexpr (!I::kRagged) return p.num_tasks;
-  const uint4 totals = LoadShared16(memory.totals(p.plan));
-  const int begin = static_cast<int>(totals.x), end = static_cast<int>(totals.y);
-  return static_cast<int>(totals.z) * p.tiles_n + (begin + I::kM - 1) / I::kM +
-         (p.ragged.rows - end + I::kM - 1) / I::kM;
+  return memory.groups(p.plan).template NumTiles<I::kM>(p.ragged);
 }
 
 // The work item of a CTA: a tile, or a part of a tail tile along k.
@@ -243,31 +212,11 @@ struct Task {
   int atom_begin, atom_end;  // along k
 };
 
-// Task `number` of a ragged product. Blocks of a group vary fastest, then columns, so CTAs that share weights run
-// together.
 template <class I>
 __device__ inline Task RaggedTaskOf(const Params& p, Memory memory, int number) {
-  const uint4 totals = LoadShared16(memory.totals(p.plan));
-  const int blocks = static_cast<int>(totals.z), zeros = number - blocks * p.tiles_n;
-  if (zeros >= 0) {
-    const RaggedBlock block = ZeroBlock<I::kM>(p.ragged, static_cast<int>(totals.x),
-                                               static_cast<int>(totals.y), zeros);
-    return {{-1, 0, block.first, block.first + block.rows}, -1, 0, 0};
-  }
-  // The last expert whose first block is not behind this one. Groups without rows share the first block of the next.
-  const int block = p.column_tiles.Divide(number);
-  int low = 0, high = p.ragged.experts;
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    const bool behind = static_cast<int>(LoadShared4(memory.group(p.plan, middle) + 4)) > block;
-    (behind ? high : low) = middle;
-  }
-  const uint2 own = LoadShared8(memory.group(p.plan, low));
-  const uint2 next = LoadShared8(memory.group(p.plan, low + 1));
-  const int first = static_cast<int>(own.y), count = static_cast<int>(next.y) - first;
-  const int in_group = number - first * p.tiles_n, column = in_group / count;
-  const int m0 = static_cast<int>(own.x) + (in_group - column * count) * I::kM;
-  return {{low, column * I::kCtaStrips, m0, static_cast<int>(next.x)}, -1, 0, p.k_blocks};
+  const RaggedTile tile = memory.groups(p.plan).template Find<I::kM>(p.ragged, number);
+  const int k_blocks = tile.expert < 0 ? 0 : p.k_blocks;
+  return {{tile.expert, tile.column * I::kCtaStrips, tile.first, tile.end}, -1, 0, k_blocks};
 }
 
 // The task of one peer of a cluster.

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "cuda/problem.h"
+#include "cuda/select/ragged.h"
 
 namespace jaxlowbit::sm90 {
 
@@ -32,10 +33,7 @@ Plan PlanOf(const QuantizedMatmul& problem, const TileShape& tile) {
       static_cast<int>(CeilDiv(plan.bytes.scales + plan.bytes.zeros, kTmaTarget)) * kTmaTarget;
   plan.ring = static_cast<int>(CeilDiv(kBarriersBytes, kTmaAlignment)) * kTmaAlignment +
               tile.warpgroups * ResultBytes(tile);
-  if (problem.is_ragged()) {
-    const int entries = static_cast<int>(problem.experts()) + 1;
-    plan.groups_bytes = static_cast<int>(CeilDiv(16 + entries * kGroupBytes, 16)) * 16;
-  }
+  if (problem.is_ragged()) plan.groups_bytes = GroupTableBytes(problem);
   const int fit = (Sm90SharedBytes(tile.ctas_per_sm) - plan.ring - plan.groups_bytes) /
                   (plan.slot_bytes + plan.scales_bytes);
   plan.num_stages = std::min(fit, kMaxStages);

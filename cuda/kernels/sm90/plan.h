@@ -69,7 +69,6 @@ inline constexpr int kMaxStages = 8;
 inline constexpr int kTmaAlignment = 1024;  // of a swizzled tensor-map tile in shared memory
 inline constexpr int kTmaTarget = 128;      // of other TMA loads
 inline constexpr int kBarriersBytes = 256;
-inline constexpr int kGroupBytes = 8;  // ragged: an entry of the table of groups
 inline constexpr int kStoreBuffers = 4;
 // Store buffers for results. With an epilogue, the others contain accumulators.
 inline constexpr int kResultBuffers = 2;

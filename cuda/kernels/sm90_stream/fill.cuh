@@ -24,7 +24,7 @@ class StageFiller {
         policy_(EvictFirst()),
         lane_(threadIdx.x % 32) {
     const bool gated = p_.epilogue.gated;
-    const auto schedule = ScheduleOf<I>(p_, memory_);
+    const auto schedule = ScheduleOf<I>(p_, share_);
     first_strip_ = FirstStrip(schedule.Position(share_.batch));
     if (gated) up_strip_ = FirstStrip(schedule.UpPosition(share_.batch));
     StartTile(share_.slice_begin);
@@ -44,6 +44,11 @@ class StageFiller {
     }
     const bool all_used = filled == p_.plan.num_stages;
     RingCursor cursor = {all_used ? 0 : filled, all_used ? 0 : 1};
+    Fill(filled, cursor);
+  }
+
+  // Loads every stage, from `filled` of the first tile on.
+  __device__ void Fill(int filled, RingCursor& cursor) {
     for (int slice = share_.slice_begin; slice < share_.slice_end; slice += p_.plan.tile_slices) {
       const bool first = slice == share_.slice_begin;
       if (!first) StartTile(slice);
@@ -153,7 +158,7 @@ class StageFiller {
   __device__ void FillLhs(int stage, int slot) const {
     if (I::kLhsPath == LhsPath::kStages && lane_ == 0) {
       TmaLoad(memory_.stage(p_.plan, slot), &p_.lhs, 0,
-              static_cast<int>(ScheduleOf<I>(p_, memory_).Row(share_.batch, 0)),
+              static_cast<int>(ScheduleOf<I>(p_, share_).Row(share_.batch, 0)),
               share_.atom_begin + (stage << p_.plan.stage_shift), memory_.full(slot));
     }
   }

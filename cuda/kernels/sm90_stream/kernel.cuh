@@ -23,8 +23,7 @@
 //             end of a tile: send partial sums to their owners ─► add in order ─► epilogue ─► store
 //                                                                                                (reduce.cuh)
 //
-// Ragged. A batch element is a block of rows of one group, which the CTA finds from the sizes of the groups before
-// anything else (device/schedule/ragged.cuh). Blocks that do not exist end at once.
+// Ragged. CTAs are persistent (device/schedule/ragged.cuh): the ring goes on from one tile to the next.
 //
 // Gated. Strips of the gate and of up alternate, and a warp's two slices are the same channels of both.
 //
@@ -75,8 +74,10 @@ __device__ inline Place OwnPlace(const Params& p) {
   return {(warp - part * pairs) * kSlicesPerWarp, part};
 }
 
+// Multiplies the tiles of a share. `number`: of tiles before, `more`: whether other shares follow.
 template <class I>
-__device__ void Consume(const Params& p, const Share& share, Memory memory) {
+__device__ void Consume(const Params& p, const Share& share, Memory memory, RingCursor& cursor,
+                        int& number, bool more) {
   const Plan& plan = p.plan;
   const ClusterReducer<I> reducer(p, share, memory);
   const int stage_atoms = Opaque(plan.stage_atoms), num_stages = Opaque(plan.num_stages);
@@ -90,8 +91,6 @@ __device__ void Consume(const Params& p, const Share& share, Memory memory) {
     const int atoms = share.atom_end - share.atom_begin;
     gathered_end = Opaque(memory.base + plan.gathered + atoms * multiplier.LhsBytes());
   }
-  RingCursor cursor = {0, 0};
-  int number = 0;  // of the tile
   for (int tile = share.slice_begin; tile < share.slice_end; tile += plan.tile_slices) {
     const int slices = min(plan.tile_slices, share.slice_end - tile);
     const Place own = OwnPlace(p);
@@ -120,35 +119,19 @@ __device__ void Consume(const Params& p, const Share& share, Memory memory) {
     const auto first = reducer.LoadFirst(tile, slices);
     reducer.WaitUntilSent(number);
     reducer.Collect(tile, slices, first);
-    if (tile + plan.tile_slices < share.slice_end) reducer.Free();
+    if (more || tile + plan.tile_slices < share.slice_end) reducer.Free();
     ++number;
   }
 }
 
-// Finds the block of the CTA. Returns false if there is nothing to multiply: the block does not exist, or has no weight
-// and this CTA has stored zeros. Called by all threads.
+// Stores zeros in the rows of a tile, by the consumers of one CTA of the cluster.
 template <class I>
-__device__ bool StartBlock(const Params& p, Memory memory) {
-  if (threadIdx.x / 32 == kWarps) {
-    WaitForPreviousKernels();  // they may have written the sizes
-    const RaggedBlock found = FindBlock<I::kBlockM>(p.ragged, static_cast<int>(blockIdx.y));
-    const auto word = [](int value) { return static_cast<uint32_t>(value); };
-    if (threadIdx.x % 32 == 0) {
-      StoreShared16(memory.block(),
-                    make_uint4(word(found.expert), word(found.first), word(found.rows), 0));
-    }
-  }
-  __syncthreads();
-  const RaggedBlock block = LoadBlock(memory);
-  if (block.rows > 0 && block.expert >= 0) return true;
-  const Share share = OwnShare(p);
+__device__ void StoreZeros(const Params& p, const RaggedTile& tile) {
+  if (ClusterRank() > 0) return;
   const Product& part = p.products[0];
-  const int slices_per_channel = p.epilogue.gated ? 2 : 1;
-  const int begin = share.slice_begin / slices_per_channel * kSliceRows;
-  const int end = min(part.n, share.slice_end / slices_per_channel * kSliceRows);
-  for (int row = 0; row < block.rows && share.rank == 0; ++row) {
-    const int64_t offset = int64_t{block.first + row} * part.n;
-    for (int n = begin + static_cast<int>(threadIdx.x); n < end; n += kThreads) {
+  for (int row = tile.first; row < tile.end; ++row) {
+    const int64_t offset = int64_t{row} * part.n;
+    for (int n = threadIdx.x; n < part.n; n += kConsumerThreads) {
       if (p.out_float) {
         static_cast<float*>(part.out)[offset + n] = 0.0f;
       } else {
@@ -156,7 +139,44 @@ __device__ bool StartBlock(const Params& p, Memory memory) {
       }
     }
   }
-  return false;
+}
+
+// A RaggedInstance: persistent CTAs, whose producer loads weights of the next tile while consumers end one.
+template <class I>
+__device__ void MultiplyRagged(const Params& p, Memory memory) {
+  const int warp = threadIdx.x / 32;
+  const RaggedTable groups = memory.groups(p.plan);
+  if (warp == 0) InitBarriers<I>(p.plan, memory);
+  if (warp == kWarps) {
+    WaitForPreviousKernels();  // they may have written the sizes
+    groups.Store<I::kBlockM>(p.ragged);
+  }
+  __syncthreads();  // barriers and the table exist
+  ArriveAtCluster();
+  LaunchDependents();
+  const int first = static_cast<int>(blockIdx.x) >> p.plan.cluster_shift;
+  const int clusters = static_cast<int>(gridDim.x) >> p.plan.cluster_shift;
+  const int num_products = groups.Totals().blocks * p.ragged.columns.divisor;
+  if (warp == kWarps) {
+    RingCursor cursor = {0, 1};
+    for (int number = first; number < num_products; number += clusters) {
+      const Share share = RaggedShareOf<I>(p, groups, number);
+      StageFiller<I>(p, share, memory).Fill(0, cursor);
+    }
+    WaitForArrivals();
+    return;
+  }
+  RingCursor cursor = {0, 0};
+  int tiles = 0, number = first;
+  for (; number < num_products; number += clusters) {
+    const Share share = RaggedShareOf<I>(p, groups, number);
+    Consume<I>(p, share, memory, cursor, tiles, number + clusters < num_products);
+  }
+  if (tiles == 0) WaitForArrivals();
+  const int num_tiles = groups.NumTiles<I::kBlockM>(p.ragged);
+  for (; number < num_tiles; number += clusters) {
+    StoreZeros<I>(p, groups.Find<I::kBlockM>(p.ragged, number));
+  }
 }
 
 template <class I>
@@ -165,9 +185,7 @@ __global__ void __launch_bounds__(kThreads, I::kCtasPerSm)
 #if __CUDA_ARCH__ == 900
   extern __shared__ __align__(kTmaAlignment) uint8_t shared[];
   const Memory memory = {Opaque(SharedAddress(shared))};
-  if constexpr (I::kRagged) {
-    if (!StartBlock<I>(p, memory)) return;  // so do all CTAs of the cluster
-  }
+  if constexpr (I::kRagged) return MultiplyRagged<I>(p, memory);
   const int warp = threadIdx.x / 32;
   const auto synchronize = [] {
     __syncthreads();  // barriers exist
@@ -199,7 +217,9 @@ __global__ void __launch_bounds__(kThreads, I::kCtasPerSm)
     } else {
       start();
     }
-    Consume<I>(p, OwnShare(p), memory);
+    RingCursor cursor = {0, 0};
+    int tiles = 0;
+    Consume<I>(p, OwnShare(p), memory, cursor, tiles, false);
   }
 #endif
 }

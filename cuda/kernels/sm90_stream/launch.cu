@@ -73,6 +73,15 @@ Params ParamsOf(const QuantizedMatmul& problem, const Addresses& buffers, const 
   return p;
 }
 
+// Makes room for the table of groups behind the stages.
+void AddGroupTable(const QuantizedMatmul& problem, int limit, Plan* plan) {
+  const auto bytes = [&] {
+    return plan->ring + plan->num_stages * plan->slot_bytes + GroupTableBytes(problem);
+  };
+  while (plan->num_stages > 2 && bytes() > limit) --plan->num_stages;
+  plan->shared_bytes = std::max(plan->shared_bytes, bytes());
+}
+
 class StreamLaunch final : public KernelLaunch {
  public:
   StreamLaunch(const PlannedStep& step, const Device& device, const void* function)
@@ -85,10 +94,16 @@ class StreamLaunch final : public KernelLaunch {
     const QuantizedMatmul blocks = BlocksOf(problem, choice.block_m);
     params_ = ParamsOf(blocks, step.products.front().buffers, choice,
                        CtasPerSm(blocks, device, choice));
-    params_.ragged = RaggedOf(problem);
-    const int clusters = AssignClusters(step.products, choice.slices, params_);
-    const int64_t batch =
-        problem.is_ragged() ? MaxBlocks(problem, choice.block_m) : problem.batch;
+    int64_t clusters = AssignClusters(step.products, choice.slices, params_);
+    int64_t batch = problem.batch;
+    if (problem.is_ragged()) {
+      const int ctas_per_sm = CtasPerSm(blocks, device, choice);
+      params_.ragged = RaggedOf(problem, clusters);
+      AddGroupTable(problem, Sm90SharedBytes(ctas_per_sm), &params_.plan);
+      clusters = std::min<int64_t>(clusters * MaxBlocks(problem, choice.block_m),
+                                   device.clusters[ctas_per_sm][cluster_ctas_]);
+      batch = 1;
+    }
     grid_ = dim3(static_cast<unsigned>(clusters * cluster_ctas_), static_cast<unsigned>(batch));
     lhs_ = ShapeOfMatrix(problem.lhs, problem.batch * problem.m, problem.k, params_.plan.lhs_rows,
                          params_.plan.stage_atoms);

@@ -54,7 +54,7 @@ struct Instance {
   static constexpr bool kRagged = false;
 };
 
-// The instance of a ragged product: a batch element is a block of rows of one group (device/schedule/ragged.cuh).
+// The instance of a ragged product (device/schedule/ragged.cuh).
 template <class Dense>
 struct RaggedInstance : Dense {
   static constexpr bool kRagged = true;
@@ -131,13 +131,14 @@ struct Share {
   int slice_begin, slice_end;
   int stages;                // of each tile
   int atom_begin, atom_end;  // along k
+  RaggedTile tile;           // of a RaggedInstance
 };
 
 __device__ inline Share OwnShare(const Params& p) {
   const Plan& plan = p.plan;
   Share share;
   share.rank = ClusterRank();
-  share.batch = static_cast<int>(blockIdx.y);  // of a RaggedInstance: the number of the block
+  share.batch = static_cast<int>(blockIdx.y);
   const int part = OwnProduct(p), cluster = static_cast<int>(blockIdx.x) >> plan.cluster_shift;
   share.slice_begin = (cluster - p.first_cluster[part]) * plan.slices;
   share.slice_end = min(p.products[part].strips * kSlicesPerStrip, share.slice_begin + plan.slices);
@@ -147,6 +148,28 @@ __device__ inline Share OwnShare(const Params& p) {
   share.atom_begin = begin * plan.stage_atoms;
   share.atom_end = min(p.k_blocks, end * plan.stage_atoms);
   return share;
+}
+
+// A tile of a RaggedInstance.
+template <class I>
+__device__ Share RaggedShareOf(const Params& p, const RaggedTable& groups, int number) {
+  Share share = OwnShare(p);
+  share.tile = groups.Find<I::kBlockM>(p.ragged, number);
+  share.slice_begin = share.tile.column * p.plan.slices;
+  share.slice_end = min(p.products[0].strips * kSlicesPerStrip, share.slice_begin + p.plan.slices);
+  return share;
+}
+
+// The rows and weights of a share.
+template <class I>
+__device__ auto ScheduleOf(const Params& p, const Share& share) {
+  if constexpr (I::kRagged) {
+    const RaggedTile& tile = share.tile;
+    const int rows = min(I::kBlockM, tile.end - tile.first);
+    return Ragged<>{tile.expert, tile.first, rows, p.ragged.experts, p.epilogue.gated};
+  } else {
+    return ScheduleOf(p);
+  }
 }
 
 // Slice `number` of a tile in warp order, two per warp. In a gated product a warp's two slices are the same channels of
@@ -186,28 +209,13 @@ struct Memory {
   __device__ uint32_t largest_full() const { return partials_free() + kBarrierBytes; }
   __device__ uint32_t row_scale(int row) const { return largest_full() + kBarrierBytes + 4 * row; }
   __device__ uint32_t largest(int number) const { return row_scale(kWarps + number); }
-  // The block of a RaggedInstance.
-  __device__ uint32_t block() const { return base + kBarriersBytes - kCopyBytes; }
   __device__ uint32_t partials() const { return base + kBarriersBytes; }
   __device__ uint32_t stage(const Plan& plan, int slot) const {
     return base + plan.ring + slot * plan.slot_bytes;
   }
-};
-
-__device__ inline RaggedBlock LoadBlock(Memory memory) {
-  const uint4 block = LoadShared16(memory.block());
-  return {static_cast<int>(block.x), static_cast<int>(block.y), static_cast<int>(block.z)};
-}
-
-// The rows and weights of the CTA's batch element, or block.
-template <class I>
-__device__ auto ScheduleOf(const Params& p, Memory memory) {
-  if constexpr (I::kRagged) {
-    const RaggedBlock block = LoadBlock(memory);
-    return Ragged<>{block.expert, block.first, block.rows, p.ragged.experts, p.epilogue.gated};
-  } else {
-    return ScheduleOf(p);
+  __device__ RaggedTable groups(const Plan& plan) const {
+    return RaggedTable(stage(plan, plan.num_stages));
   }
-}
+};
 
 }  // namespace jaxlowbit::sm90_stream

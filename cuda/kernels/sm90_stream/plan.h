@@ -97,7 +97,7 @@ struct Plan {
   int gathered, whole_rows;
   int ring;          // offset of the stages
   int num_stages;    // of the ring; the plan cannot run with fewer than 2
-  int shared_bytes;  // of a CTA
+  int shared_bytes;  // of a CTA; ragged: including the table of groups, behind the stages
 };
 
 // Whether each stage of `stage_atoms` atoms begins with a group or lies inside one.

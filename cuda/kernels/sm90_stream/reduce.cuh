@@ -168,7 +168,7 @@ class ClusterReducer {
     const int own = OwnProduct(p_);
     const Product& part = p_.products[own];  // several products per launch: no biases or residuals
     const int m = Row(fragment % I::kTiles), n = Channel(tile_slice, fragment / I::kTiles);
-    const auto schedule = ScheduleOf<I>(p_, memory_);
+    const auto schedule = ScheduleOf<I>(p_, share_);
     const int product = schedule.Position(share_.batch);
     // The position of up, which is next to the gate unless the product is ragged.
     const int up = I::kRagged ? schedule.UpPosition(share_.batch) : product + 1;
@@ -231,7 +231,7 @@ class ClusterReducer {
   }
 
   __device__ void Store(const Product& part, int m, int n, float value) const {
-    const auto schedule = ScheduleOf<I>(p_, memory_);
+    const auto schedule = ScheduleOf<I>(p_, share_);
     if (m >= schedule.Rows(share_.batch) || n >= part.n) return;
     const int64_t offset = schedule.Row(share_.batch, m) * part.n + n;
     if (p_.out_float) {

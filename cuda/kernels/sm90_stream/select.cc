@@ -101,8 +101,11 @@ Choice Configure(const QuantizedMatmul& problem, const Device& device, int64_t) 
   return best;
 }
 
-double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& choice,
-            const Costs& costs) {
+namespace {
+
+// persistent: CTAs begin the next wave's work while they end their own.
+double CostOf(const QuantizedMatmul& problem, const Device& device, const Choice& choice,
+              const Costs& costs, bool persistent) {
   const int cluster_ctas = choice.split_k, slices = choice.slices;
   const Plan plan = PlanOfChoice(problem, device, choice);
   const int64_t clusters = NumClusters(problem, slices);
@@ -137,7 +140,7 @@ double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& 
     const double found = load * numbers * (ctas == 1 ? waits : 1);
     const double multiplied = ctas * (load / rate * shallow + found + copy * copies + missing);
     const double read = static_cast<double>(in_wave * cluster_ctas) * load / read_rate;
-    return std::max(multiplied, read) + costs.tile * tiles + costs.wave;
+    return std::max(multiplied, read) + (persistent ? 0 : costs.tile * tiles + costs.wave);
   };
   // A full wave fills all resident slots. A last wave that is at most half full runs one CTA per SM.
   const int64_t full = clusters / resident, left = clusters % resident;
@@ -149,7 +152,19 @@ double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& 
   const double pdl = !problem.pdl ? 0
                      : two_ctas   ? costs.pdl_two_ctas
                                   : costs.pdl_one_cta + costs.pdl_idle * std::min(1.0, 2 * idle);
-  return computed + fit.start + (two_ctas ? costs.two_ctas : 0) - pdl;
+  const double ends = persistent ? costs.tile * tiles + costs.wave : 0;
+  return computed + ends + fit.start + (two_ctas ? costs.two_ctas : 0) - pdl;
+}
+
+}  // namespace
+
+double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& choice,
+            const Costs& costs) {
+  return CostOf(problem, device, choice, costs, false);
+}
+
+double RaggedCost(const QuantizedMatmul& blocks, const Device& device, const Choice& choice) {
+  return CostOf(blocks, device, choice, kCosts, true);
 }
 
 // If all CTAs can have an SM each, they request more than half of its shared memory (kExclusiveBytes).
