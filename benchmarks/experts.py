@@ -331,8 +331,9 @@ def markdown(rows: Sequence[dict[str, Any]], tokens: Sequence[int]) -> str:
     floors = dict.fromkeys((*name[:2], "floor", name[3]) for name in named if name[2] != "xla")
     for name in sorted([*named, *floors], key=lambda name: (*name[:2], name[2] != "jaxlowbit")):
         field = "floor_us" if name[2] == "floor" else "us"
-        source = (*name[:2], "jaxlowbit", name[3]) if name[2] == "floor" else name
-        cells = [times.get((*source, count), {}).get(field) for count in tokens]
+        backend = "jaxlowbit" if name[2] == "floor" else name[2]
+        found = [times.get((name[0], name[1], backend, name[3], count), {}) for count in tokens]
+        cells = [row.get(field) for row in found]
         texts = ["-" if us is None else f"{us:,.1f}" for us in cells]
         label = name[2] if name[2] == "floor" else f"{name[2]}, {name[3]}"
         lines.append(f"| {name[0]} {name[1]} | {label} | {' | '.join(texts)} |")

@@ -13,8 +13,12 @@ namespace jaxlowbit {
 
 // Value of a code in a float codebook: sign, exponent bits, mantissa bits.
 inline float NumberOf(Codebook codebook, int code) {
+#define JAXLOWBIT_EXPONENT(enumerator, name, bits, exponent_bits, cost) exponent_bits,
+  constexpr int kExponentBits[] = {JAXLOWBIT_CODEBOOKS(JAXLOWBIT_EXPONENT)};
+#undef JAXLOWBIT_EXPONENT
   const bool e4m3 = codebook == Codebook::kE4m3, e5m2 = codebook == Codebook::kE5m2;
-  const int exponent_bits = e5m2 ? 5 : e4m3 ? 4 : 2, mantissa_bits = e5m2 ? 2 : e4m3 ? 3 : 1;
+  const int exponent_bits = kExponentBits[static_cast<int>(codebook)];
+  const int mantissa_bits = BitsOf(codebook) - 1 - exponent_bits;
   const int bias = (1 << (exponent_bits - 1)) - 1, units = 1 << mantissa_bits;
   const int mantissa = code % units, exponent = code / units % (1 << exponent_bits);
   const bool last = exponent == (1 << exponent_bits) - 1;
@@ -27,9 +31,10 @@ inline float NumberOf(Codebook codebook, int code) {
   return code >> (exponent_bits + mantissa_bits) != 0 ? -magnitude : magnitude;
 }
 
-// Returns whether the 2^kBits numbers equal this float codebook. The codebook's numbers are cached: every call asks.
-template <Codebook kCodebook, int kBits>
+// Returns whether the 2^bits numbers equal this float codebook. The codebook's numbers are cached: every call asks.
+template <Codebook kCodebook>
 bool IsCodebook(const float* numbers) {
+  constexpr int kBits = BitsOf(kCodebook);
   static const auto own_numbers = [] {
     std::array<float, 1 << kBits> own;
     for (int code = 0; code < 1 << kBits; ++code) own[code] = NumberOf(kCodebook, code);
@@ -47,9 +52,11 @@ bool IsCodebook(const float* numbers) {
 // Kind of a codebook of 2^bits numbers, or kNone (integers) for null.
 inline Codebook CodebookOf(const float* numbers, int bits) {
   if (numbers == nullptr) return Codebook::kNone;
-  if (bits == 4 && IsCodebook<Codebook::kE2m1, 4>(numbers)) return Codebook::kE2m1;
-  if (bits == 8 && IsCodebook<Codebook::kE4m3, 8>(numbers)) return Codebook::kE4m3;
-  if (bits == 8 && IsCodebook<Codebook::kE5m2, 8>(numbers)) return Codebook::kE5m2;
+#define JAXLOWBIT_IF(enumerator, name, width, exponent_bits, cost)              \
+  if (width != 0 && bits == width && IsCodebook<Codebook::enumerator>(numbers)) \
+    return Codebook::enumerator;
+  JAXLOWBIT_CODEBOOKS(JAXLOWBIT_IF)
+#undef JAXLOWBIT_IF
   return Codebook::kTable;
 }
 

@@ -301,8 +301,8 @@ cudaError_t LaunchProduct(const Operands& product, int64_t workspace_bytes, int 
   Ways ways(numbered.pointers.data());
   std::vector<PlannedStep> plan;
   const Room room = {numbered.product.buffers.workspace, workspace_bytes};
-  const std::string error = PlanProducts(
-      {numbered.product}, {&state.device, state.tuned.get()}, room, &ways, &plan);
+  const std::string error =
+      PlanProducts({numbered.product}, {&state.device, state.tuned.get()}, room, &ways, &plan);
   if (!error.empty()) return cudaErrorInvalidValue;
   return LoadAndRun(plan, numbered.pointers.data(), state.device, stream);
 }

@@ -63,9 +63,9 @@ class Planner {
   // Appends the launch of one product, after its gather kernel if it needs one.
   void Multiply(PlannedProduct product, const Choice& choice) {
     auto& [p, b] = product;
-    const bool gathers = choice.kernel == Kernel::kQmmSm90Stream &&
-                         sm90_stream::LhsPathOf(p, *target_.device, choice) ==
-                             sm90_stream::LhsPath::kGathers;
+    const bool gathers =
+        choice.kernel == Kernel::kQmmSm90Stream &&
+        sm90_stream::LhsPathOf(p, *target_.device, choice) == sm90_stream::LhsPath::kGathers;
     if (p.permuted_parts > 0 && !gathers) {
       PlannedStep gather = {Kind::kGather, p};
       gather.products = {product};
@@ -210,9 +210,8 @@ class Planner {
               ? product
               : BatchPart(product, element, std::min(max_batch, p.batch - element));
       for (int64_t row = 0; row < p.m; row += max_rows) {
-        PlannedProduct part = p.m <= max_rows
-                                  ? elements
-                                  : RowPart(elements, row, std::min(max_rows, p.m - row));
+        PlannedProduct part =
+            p.m <= max_rows ? elements : RowPart(elements, row, std::min(max_rows, p.m - row));
         part.problem.pdl = p.pdl && element == 0 && row == 0;
         error = Part(&part);
         if (!error.empty()) return error;

@@ -20,7 +20,7 @@
 
 namespace jaxlowbit {
 
-// One launch, or two if the kernel adds its partial sums in a second launch.
+// A copy, or a kernel, which may add its partial sums in a second launch.
 struct PlannedStep {
   enum class Kind {
     kCopy,      // `bytes` from one address to another

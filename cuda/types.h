@@ -57,8 +57,18 @@ inline constexpr const char* kActivationNames[] = {JAXLOWBIT_ACTIVATIONS(JAXLOWB
 #undef JAXLOWBIT_NAME
 
 // Names of codebooks, in enum order.
-inline constexpr const char* kCodebookNames[] = {"none", "table", "e2m1", "e4m3", "e5m2"};
-inline constexpr int kNumCodebooks = 5;
+#define JAXLOWBIT_NAME(enumerator, name, bits, exponent_bits, cost) name,
+inline constexpr const char* kCodebookNames[] = {JAXLOWBIT_CODEBOOKS(JAXLOWBIT_NAME)};
+#undef JAXLOWBIT_NAME
+inline constexpr int kNumCodebooks = sizeof(kCodebookNames) / sizeof(*kCodebookNames);
+
+// The width of a codebook, 0 for kNone and kTable.
+JAXLOWBIT_HOST_DEVICE constexpr int BitsOf(Codebook codebook) {
+#define JAXLOWBIT_BITS(enumerator, name, bits, exponent_bits, cost) bits,
+  constexpr int kBits[] = {JAXLOWBIT_CODEBOOKS(JAXLOWBIT_BITS)};
+#undef JAXLOWBIT_BITS
+  return kBits[static_cast<int>(codebook)];
+}
 
 JAXLOWBIT_HOST_DEVICE constexpr bool Is8Bit(ElementType type) {
   return type == ElementType::kE8m0 || type == ElementType::kE4m3 || type == ElementType::kInt8 ||

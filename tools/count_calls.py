@@ -6,8 +6,10 @@
 
 Counts distinct functions that run at least once, including lambdas and methods, but no
 comprehensions and no generated code. Instances of a template are one function; lengths exclude
-docstrings. `--compiled` needs gcc and a build with -DJAXLOWBIT_COUNT_CALLS=ON, and prints a row for
-each outermost call.
+docstrings. `--compiled` prints a row for each outermost call. It needs gcc and a build that records
+calls:
+
+    pip install . -C cmake.define.JAXLOWBIT_COUNT_CALLS=ON -C install.strip=false
 """
 
 import argparse
@@ -168,8 +170,8 @@ def count_compiled(rows: int, record: Path) -> list[Counted]:
         jax.block_until_ready(product(jnp.ones((rows, SIZE), jnp.bfloat16), weight))
     if not (lines := record.read_text(encoding="ascii").splitlines()):
         raise RuntimeError(
-            "jaxlowbit._ffi recorded no call; build it with -DJAXLOWBIT_COUNT_CALLS=ON, such as by "
-            "pip install . -C cmake.define.JAXLOWBIT_COUNT_CALLS=ON."
+            "jaxlowbit._ffi recorded no call; build it by pip install . "
+            "-C cmake.define.JAXLOWBIT_COUNT_CALLS=ON -C install.strip=false."
         )
     found = {}
     for line in lines:

@@ -56,7 +56,9 @@ def main() -> None:
 
 def measure(options: argparse.Namespace) -> None:
     """Measures all points that are missing in the results."""
-    known = json.loads(options.results.read_text()) if options.results.exists() else {}
+    known = (
+        json.loads(options.results.read_text(encoding="utf-8")) if options.results.exists() else {}
+    )
     conditions = {
         "model": Path(options.model).name,
         "text": options.text.name,

@@ -177,9 +177,15 @@ ffi::Error Execute(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remaining
 }  // namespace
 }  // namespace jaxlowbit
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxlowbitCpuExecute, jaxlowbit::Execute,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::ThreadPool>()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attrs<jaxlowbit::RawAttributes>());
+// As XLA_FFI_DEFINE_HANDLER_SYMBOL defines it, but without its two functions around the handler.
+extern "C" XLA_FFI_Error* JaxlowbitCpuExecute(XLA_FFI_CallFrame* frame) {
+  using namespace xla::ffi;
+  static auto* const handler = Ffi::Bind()
+                                   .Ctx<ThreadPool>()
+                                   .RemainingArgs()
+                                   .RemainingRets()
+                                   .Attrs<jaxlowbit::RawAttributes>()
+                                   .To(jaxlowbit::Execute)
+                                   .release();
+  return handler->Call(frame);
+}

@@ -58,7 +58,7 @@ std::vector<int64_t> PlacesWritten(const Call& call, const Step& step) {
 
 class RoundStep final : public LoadedStep {
  public:
-  // The addresses take the place of the pointers of `rows`, which are not set.
+  // The pointers of `rows` are not set.
   RoundStep(const QuantizeRows& rows, const Address& floats, const Address& factor,
             const Address& values, const Address& scale)
       : rows_(rows), floats_(floats), factor_(factor), values_(values), scale_(scale) {}
@@ -402,8 +402,7 @@ class Sequence {
     for (PlannedProduct& product : products) product.problem.pdl = started_;
     started_ = true;
     std::vector<PlannedStep> plan;
-    const std::string what =
-        Describe(products[0].problem, ordinal(), products.size() - 1);
+    const std::string what = Describe(products[0].problem, ordinal(), products.size() - 1);
     const std::string error = PlanProducts(std::move(products), target_, room_, &ways_, &plan);
     if (!error.empty()) return InvalidArgument(error);
     return Load(plan, "launching ", what);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Plans a call on CUDA: checks it, selects the kernels of its steps, and loads them. Executions of the
-// same call run the plan (plan_cache.h).
+// Plans a call on CUDA: checks it, plans the launches of its steps, and loads the kernels. Executions of the same call
+// run the plan (plan_cache.h).
 #pragma once
 
 #include <memory>

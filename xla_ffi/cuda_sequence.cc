@@ -113,21 +113,11 @@ ffi::Error Instantiate(ffi::Dictionary dictionary) {
     std::vector<Step> steps;
     const ffi::Error error = attributes.Decode(&products, &steps);
     if (error.failure()) return error;
-    StartCompiling(
-        [&](const Target& target) { return PlanAttributes(products, steps, target); });
+    StartCompiling([&](const Target& target) { return PlanAttributes(products, steps, target); });
     return error;
   });
   static_cast<void>(ignored);
   return ffi::Error::Success();
-}
-
-template <ffi::ExecutionStage kStage>
-auto Bind() {
-  return ffi::Ffi::Bind<kStage>()
-      .template Ctx<ffi::PlatformStream<cudaStream_t>>()
-      .RemainingArgs()
-      .RemainingRets()
-      .template Attrs<RawAttributes>();
 }
 
 }  // namespace
@@ -140,10 +130,28 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
     JaxlowbitCudaInstantiate, jaxlowbit::Instantiate,
     xla::ffi::Ffi::Bind<xla::ffi::ExecutionStage::kInstantiate>().Attrs());
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxlowbitCudaInitialize,
-                              jaxlowbit::Run<jaxlowbit::Stage::kInitialize>,
-                              jaxlowbit::Bind<xla::ffi::ExecutionStage::kInitialize>());
+// As XLA_FFI_DEFINE_HANDLER_SYMBOL defines them, but without its two functions around each handler.
+extern "C" XLA_FFI_Error* JaxlowbitCudaInitialize(XLA_FFI_CallFrame* frame) {
+  using namespace xla::ffi;
+  static auto* const handler = Ffi::Bind<ExecutionStage::kInitialize>()
+                                   .Ctx<PlatformStream<cudaStream_t>>()
+                                   .RemainingArgs()
+                                   .RemainingRets()
+                                   .Attrs<jaxlowbit::RawAttributes>()
+                                   .To(jaxlowbit::Run<jaxlowbit::Stage::kInitialize>)
+                                   .release();
+  return handler->Call(frame);
+}
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxlowbitCudaExecute, jaxlowbit::Run<jaxlowbit::Stage::kExecute>,
-                              jaxlowbit::Bind<xla::ffi::ExecutionStage::kExecute>(),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
+extern "C" XLA_FFI_Error* JaxlowbitCudaExecute(XLA_FFI_CallFrame* frame) {
+  using namespace xla::ffi;
+  static auto* const handler =
+      Ffi::Bind<ExecutionStage::kExecute>()
+          .Ctx<PlatformStream<cudaStream_t>>()
+          .RemainingArgs()
+          .RemainingRets()
+          .Attrs<jaxlowbit::RawAttributes>()
+          .To(jaxlowbit::Run<jaxlowbit::Stage::kExecute>, {Traits::kCmdBufferCompatible})
+          .release();
+  return handler->Call(frame);
+}

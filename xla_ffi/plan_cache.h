@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Caches the plans of calls. The key is the whole call except its pointers: attributes, types and
-// shapes of buffers, and the device. A plan may depend on pointers only by the questions that it records (cuda/ways.h),
-// so one key may have several plans.
+// Caches the plans of calls. The key is the whole call except its pointers: attributes, types and shapes of buffers, and
+// the device. A plan may depend on pointers only by the questions that it records (cuda/ways.h), so one key may have
+// several plans.
 #pragma once
 
 #include <array>
@@ -25,7 +25,8 @@ struct CallKey {
   std::vector<int64_t> numbers;
   std::vector<void*> pointers;
   uint64_t hash = 0;
-  bool complete = true;  // false: a value of unknown size is missing, so equal keys may be different calls
+  bool complete =
+      true;  // false: a value of unknown size is missing, so equal keys may be different calls
 
   // `device` and `table` number the device and its table of measured choices.
   void Read(ffi::RemainingArgs args, ffi::RemainingRets rets, RawAttributes attributes,
@@ -44,7 +45,7 @@ class PlanCache {
 
   explicit PlanCache(size_t max_keys) : max_keys_(max_keys) {}
 
-  // The plan for a call, or null. `typical`: the plan for typical pointers (Ways) instead of the call's.
+  // The plan for a call, or null. `typical`: ignores its pointers, and returns the plan for typical ones (Ways).
   const Plan* Find(const CallKey& key, bool typical = false) {
     thread_local std::array<const Entry*, 256> recent = {};
     const Entry*& last = recent[key.hash % recent.size()];
@@ -57,7 +58,7 @@ class PlanCache {
     return last->Find(key, typical);
   }
 
-  // Keeps a plan, unless the cache is full or has one. `questions`: asked by the plan. `typical`: the plan was made for
+  // Keeps a plan, unless the cache is full or has one. `questions`: asked by the plan; `typical`: it was made for
   // typical pointers.
   void Keep(const CallKey& key, std::vector<Question> questions, bool typical,
             std::shared_ptr<const Plan> plan) {

@@ -277,7 +277,12 @@ std::vector<Case> CasesOf(const Formats& formats, uint64_t stride) {
 void StartCompilingAll(const std::vector<Case>& cases) {
   const Device& device = DeviceInfo(0);
   for (const Case& one : cases) {
-    StartCompiling({one.problem});
+    StartCompiling([&](const Target& target) {
+      Ways typical(nullptr);
+      std::vector<PlannedStep> plan;
+      PlanProducts({{one.problem, {}}}, target, {{}, kMaxWorkspaceBytes}, &typical, &plan);
+      return plan;
+    });
     for (const Choice& choice : one.choices) {
       StartCompiling(KeyOf(one.problem, choice, device), device.architecture);
       QuantizedMatmul problem = one.problem;

@@ -73,18 +73,8 @@ std::vector<InstanceKey> InstancesOf(int bits);
 
 // Whether a codebook of this kind exists for this width.
 constexpr bool HasCodebook(int bits, Codebook codebook) {
-  switch (codebook) {
-    case Codebook::kNone:
-      return true;
-    case Codebook::kTable:
-      return bits <= kMaxTableBits;
-    case Codebook::kE2m1:
-      return bits == 4;
-    case Codebook::kE4m3:
-    case Codebook::kE5m2:
-      return bits == 8;
-  }
-  return false;
+  if (codebook == Codebook::kTable) return bits <= kMaxTableBits;
+  return codebook == Codebook::kNone || bits == BitsOf(codebook);
 }
 
 // Whether this scale type supports this width and codebook: int8 scales need 2-bit to 4-bit integers, two-level scales
@@ -162,7 +152,9 @@ inline std::string CudaName(ElementType type) {
   return kNames[static_cast<int>(type)];
 }
 inline std::string LastArgument(Codebook codebook) {
-  constexpr const char* kNames[] = {"kNone", "kTable", "kE2m1", "kE4m3", "kE5m2"};
+#define JAXLOWBIT_NAME(enumerator, name, bits, exponent_bits, cost) #enumerator,
+  constexpr const char* kNames[] = {JAXLOWBIT_CODEBOOKS(JAXLOWBIT_NAME)};
+#undef JAXLOWBIT_NAME
   if (codebook == Codebook::kNone) return "";
   return std::string(", jaxlowbit::Codebook::") + kNames[static_cast<int>(codebook)];
 }

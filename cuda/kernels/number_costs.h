@@ -7,9 +7,10 @@
 
 namespace jaxlowbit {
 
-// Additional microseconds per atom and strip on one SM, compared to integers of the same width, in enum order of
-// Codebook. The cost of decoding; independent of m (docs/measurements/codebooks.md).
-inline constexpr double kCodebookAtoms[] = {0, 0.08, 0.06, 0.04, 0.028};
+// The cost of decoding, in enum order of Codebook (device/format/kinds.h).
+#define JAXLOWBIT_COST(enumerator, name, bits, exponent_bits, cost) cost,
+inline constexpr double kCodebookAtoms[] = {JAXLOWBIT_CODEBOOKS(JAXLOWBIT_COST)};
+#undef JAXLOWBIT_COST
 
 // The cost of merging the planes of 5 to 7 bits, compared to 8-bit weights of the same size in bytes
 // (docs/measurements/widths_5_to_7.md).

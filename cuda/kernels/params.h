@@ -21,8 +21,9 @@ EpilogueParams EpilogueOf(const QuantizedMatmul& problem, const B& buffers) {
   const Epilogue& e = problem.epilogue;
   const bool any = e.gated || e.activation != Activation::kNone || buffers.bias != nullptr ||
                    buffers.residual != nullptr || e.units > 0;
-  return {nullptr,      nullptr, e.bias == ElementType::kF32, e.residual == ElementType::kF32,
-          e.activation, e.gated, any};
+  return {
+      nullptr, nullptr, e.bias == ElementType::kF32, e.residual == ElementType::kF32, e.activation,
+      e.gated, any};
 }
 
 inline UnitParams UnitsOf(const QuantizedMatmul& problem) {

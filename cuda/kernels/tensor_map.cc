@@ -46,13 +46,13 @@ cudaError_t InitializeTensorMaps() {
 cudaError_t Encode(const TensorShape& shape, const void* data, CUtensorMap* map) {
   if (shape.axes == 0) return cudaSuccess;
   constexpr cuuint32_t kSteps[4] = {1, 1, 1, 1};
-  const CUresult result = encoder(
-      map,
-      shape.type == ElementType::kBf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                       : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-      shape.axes, const_cast<void*>(data), shape.sizes, shape.strides, shape.tile, kSteps,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, shape.swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result =
+      encoder(map,
+              shape.type == ElementType::kBf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                               : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+              shape.axes, const_cast<void*>(data), shape.sizes, shape.strides, shape.tile, kSteps,
+              CU_TENSOR_MAP_INTERLEAVE_NONE, shape.swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 

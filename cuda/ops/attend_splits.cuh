@@ -43,6 +43,7 @@ template <typename T>
 __global__ void __launch_bounds__(kCombineThreads)
     CombineKernel(const float* sums, const float2* stats, T* out, int splits, int size) {
   __shared__ float4 merged[kCombineWarps][32];
+  LaunchDependents();  // the output projection loads weights while AttendKernel runs
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t row = blockIdx.x;
   const int column = blockIdx.y * kCombineColumns + 4 * lane;

@@ -23,6 +23,7 @@ from .._core import checks
 from ..checkpoint._fields import Fields
 from ..checkpoint._files import AGAIN, FLOATS, Tensor, read_file, read_json
 from ..checkpoint._saved import write_file
+from . import rope
 from .architectures import ARCHITECTURES, HuggingFace, fused, weight_name
 from .config import Config
 from .low_rank import LowRank
@@ -97,11 +98,7 @@ def _new(adapter: LoRA, config: Config) -> dict[str, Part]:
         raise ValueError(
             f"LoRA: targets is {adapter.targets!r}, which is no regular expression: {error}."
         ) from None
-    shapes = {
-        name: shape
-        for name, shape in config.shapes().items()
-        if len(shape) == 2 and name != "embedding" and targets.search(name)
-    }
+    shapes = {name: x for name, x in _matrices(config).items() if targets.search(name)}
     if not shapes:
         raise ValueError(
             f"LoRA: targets is {adapter.targets!r}, which finds no matrix; names are head and "
@@ -118,6 +115,12 @@ def _new(adapter: LoRA, config: Config) -> dict[str, Part]:
         )
         for key, (name, (k, n)) in zip(keys, shapes.items(), strict=True)
     }
+
+
+def _matrices(config: Config) -> dict[str, tuple[int, ...]]:
+    """The shapes of the matrices that take an adapter: no embedding, router or experts."""
+    shapes = config.matrices().items()
+    return {name: shape for name, shape in shapes if len(shape) == 2 and name != "embedding"}
 
 
 def _scaling(alpha: float, rank: int, use_rslora: bool) -> float:
@@ -226,7 +229,7 @@ def _settings(path: Path) -> _Settings:
 
 
 def _parts(path: Path, settings: _Settings, config: Config) -> dict[str, Part]:
-    names, expected = _names(config), config.shapes()
+    names, expected = _names(config), _matrices(config)
     modules: dict[str, dict[str, Tensor]] = {}
     for tensor in read_file(path)[0]:
         match = _TENSOR.match(tensor.name)
@@ -244,7 +247,7 @@ def _parts(path: Path, settings: _Settings, config: Config) -> dict[str, Part]:
     for module, pair in modules.items():
         ours = weight_name(re.sub(r"^model\.", "", module) + ".weight", names.tensors)
         targets = () if ours is None else fused(ours) or (ours,)
-        if not targets or not all(name in expected for name in targets) or ours == "embedding":
+        if not targets or not all(name in expected for name in targets):
             raise ValueError(
                 f"{path}: {module!r} is no matrix of {config.architecture} with {config.layers} "
                 f"layers{' and a tied head' if config.tied_head else ''} that can have an adapter; "
@@ -289,8 +292,8 @@ def _permuted(
     """
     if name.rpartition(".")[2] not in ("q", "k") or config.rope_pairs == names.rope_pairs:
         return b
-    halves = (-1, 2, config.head_size // 2) if not back else (-1, config.head_size // 2, 2)
-    return b.reshape(*halves, b.shape[-1]).swapaxes(1, 2).reshape(b.shape)
+    order = rope.order(len(b), config.head_size)
+    return b[np.argsort(order) if back else order]
 
 
 def write_adapter(

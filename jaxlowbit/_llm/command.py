@@ -38,9 +38,14 @@ _DRAWING = (
     ("--top-k", int, "K", "draw from the K most likely tokens"),
     ("--top-p", float, "P", "draw from the most likely tokens with a total probability of P"),
     ("--min-p", float, "P", "draw from tokens with P times the top probability (chat: 0.05)"),
-    ("--repetition-penalty", float, "X", "of tokens in the prompt or reply: divides their logits"),
-    ("--presence-penalty", float, "X", "of tokens in the reply: subtracted from their logits"),
-    ("--frequency-penalty", float, "X", "as presence, for each time that the token occurs"),
+    ("--repetition-penalty", float, "X", "divides the logits of tokens in the prompt or the reply"),
+    ("--presence-penalty", float, "X", "subtracted from the logits of tokens in the reply"),
+    (
+        "--frequency-penalty",
+        float,
+        "X",
+        "subtracted for each time that the token occurs in the reply",
+    ),
 )
 _SIZES = {
     name: inspect.signature(bench).parameters[name].default
@@ -55,14 +60,14 @@ def add_chat(parser: argparse.ArgumentParser) -> Run:
     _add_adapter(parser)
     session = "a file that keeps the conversation and its cache: continued if it exists"
     parser.add_argument("--session", metavar="FILE", help=session)
-    _add_drawing(parser, temperature=0.7, min_p=0.05, seed="of the draws; each turn adds 1")
+    _add_drawing(parser, temperature=0.7, min_p=0.05, seed="seed of the draws; each turn adds 1")
     return as_command(_chat)
 
 
 def add_generate(parser: argparse.ArgumentParser) -> Run:
     _add_model(parser)
     _add_adapter(parser)
-    _add_drawing(parser, temperature=0.0, min_p=None, seed="of the draws")
+    _add_drawing(parser, temperature=0.0, min_p=None, seed="seed of the draws")
     prompt = "a text, or - for standard input"
     parser.add_argument("--prompt", required=True, metavar="TEXT", help=prompt)
     samples = "how many replies to draw; they are printed at the end"
@@ -100,7 +105,7 @@ def add_evaluate(parser: argparse.ArgumentParser) -> Run:
     sizes = {
         "context": "tokens of a window (512, or the context of a model with a shorter one)",
         "stride": "tokens between the starts of windows (those of a window)",
-        "tokens": "of the text, at most (all)",
+        "tokens": "maximum number of tokens of the text (all)",
     }
     for name, summary in sizes.items():
         parser.add_argument(f"--{name}", type=int, metavar="N", help=summary)
@@ -124,12 +129,11 @@ def add_bench(parser: argparse.ArgumentParser) -> Run:
 
 
 def _add_model(parser: argparse.ArgumentParser, also: str = "") -> None:
-    files = f"a GGUF file, or a folder of safetensors{also}"
-    parser.add_argument("model", metavar="MODEL", help=files)
-    formats = "of all matrices, such as int4-g128, or a JSON file of rules such as plan writes"
+    parser.add_argument("model", metavar="MODEL", help=console.MODEL + also)
+    formats = "format of all matrices, such as int4-g128, or a JSON file of rules that plan writes"
     parser.add_argument("--format", help=formats)
     add_rounding(parser)
-    parser.add_argument("--dtype", choices=list(map(str, FLOATS)), help="of the activations")
+    parser.add_argument("--dtype", choices=list(map(str, FLOATS)), help="dtype of the activations")
     inputs = "rounds inputs of products with quantized weights in blocks to this dtype"
     dtypes = [str(dtype) for dtype in activations.VALUES]
     parser.add_argument("--lhs-qtype", choices=dtypes, help=inputs)
@@ -157,9 +161,9 @@ def add_rounding(parser: argparse.ArgumentParser) -> None:
 def _add_drawing(
     parser: argparse.ArgumentParser, temperature: float, min_p: float | None, seed: str
 ) -> None:
-    longest = "of a reply at most (%(default)s)"
+    longest = "maximum number of tokens of a reply (%(default)s)"
     parser.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help=longest)
-    likely = "0 takes the most likely token (%(default)s)"
+    likely = "randomness of the draws; 0 takes the most likely token (%(default)s)"
     parser.add_argument("--temperature", type=float, default=temperature, metavar="T", help=likely)
     for option, kind, metavar, summary in _DRAWING:
         parser.add_argument(option, type=kind, metavar=metavar, help=summary)

@@ -12,6 +12,7 @@ import jax
 
 from .generate import Generation
 
+MODEL = "a GGUF file, a Hugging Face folder, quantized or not, or a folder of packed weights"
 PATIENCE = 2.0  # seconds before a notice
 
 

@@ -14,8 +14,8 @@ from .._core.array import QuantizedArray
 from ..checkpoint._files import read_json
 from ..checkpoint._replace import check_target, new_file, new_folder
 from ..checkpoint._saved import write
-from . import compressed, ggml_blocks
-from .architectures import ARCHITECTURES
+from . import compressed, ggml_blocks, gguf_metadata, rope
+from .architectures import ARCHITECTURES, Gguf
 from .config import Config
 from .gguf_file import File
 from .saved import TOKENIZER, copy_tokenizer, source_of, without_adapter
@@ -36,9 +36,13 @@ def write_export(
             "keep the file that it came from, or save the model."
         )
     if kind == "gguf":
-        metadata = _gguf_source(source)
+        stored = _gguf_source(source)
         with new_file("export", path, overwrite) as file:
-            _write_gguf(file, metadata, config, weights)
+            if stored is None:
+                assert source is not None
+                _write_gguf_of_folder(file, source, config, tokenizer, weights)
+            else:
+                _write_gguf(file, stored, config, weights)
         return
     values = _folder_source(source, config)
     with new_folder("export", path, overwrite) as folder:
@@ -53,36 +57,59 @@ def write_export(
 # --- GGUF -----------------------------------------------------------------------------------------
 
 
-def _gguf_source(source: Path | None) -> Path:
-    """The GGUF file that supplies the metadata of a model."""
+def _gguf_source(source: Path | None) -> Path | None:
+    """The GGUF file that supplies the metadata of a model; None for a Hugging Face folder.
+
+    **Raises:** `ValueError` for a model without a file.
+    """
+    if source is not None and source.is_dir() and (source / "tokenizer.json").is_file():
+        return None
     file = None if source is None else source / TOKENIZER if source.is_dir() else source
     if file is None or not file.is_file():
         raise ValueError(
             f"export: the model came from {source or 'no file'}, but a GGUF file gets the metadata "
-            "and the tokenizer of the GGUF file that the model came from; load that file, or "
-            "convert the Hugging Face folder with llama.cpp's convert_hf_to_gguf.py."
+            "and the tokenizer of the file or folder that the model came from; load that."
         )
     return file
 
 
-def _write_gguf(
-    path: Path, source: Path, config: Config, weights: Mapping[str, QuantizedArray | Any]
+def _write_gguf(path: Path, source: Path, config: Config, weights: Mapping[str, Any]) -> None:
+    """Writes a model with the metadata of the GGUF file that it came from."""
+    names = gguf_metadata.names_of(config)
+    writer = gguf.GGUFWriter(path, names.name)
+    _copy_metadata(source, writer)
+    _add_tensors(writer, config, names, weights)
+
+
+def _write_gguf_of_folder(
+    path: Path, source: Path, config: Config, tokenizer: Any, weights: Mapping[str, Any]
 ) -> None:
-    names = ARCHITECTURES[config.architecture].gguf
-    assert names is not None  # of a model from a GGUF file
+    """Writes a model with the configuration and the tokenizer of a Hugging Face folder."""
+    names = gguf_metadata.names_of(config)
+    writer = gguf.GGUFWriter(path, names.name)
+    gguf_metadata.add_configuration(writer, config, names)
+    gguf_metadata.add_tokenizer(writer, source, tokenizer, config)
+    _add_tensors(writer, config, names, weights)
+    gguf_metadata.check(path, config, tokenizer)
+
+
+def _add_tensors(
+    writer: gguf.GGUFWriter, config: Config, names: Gguf, weights: Mapping[str, Any]
+) -> None:
+    """Adds the weights, and writes the file."""
     theirs = {ours: name for name, ours in reversed([*names.tensors.items()])}
     scaling = config.rope_scaling
     if scaling is not None and scaling.kind == "longrope":
         raise ValueError("export: models with longrope cannot be written; keep the file.")
-    writer = gguf.GGUFWriter(path, names.name)
-    _copy_metadata(source, writer)
-    if scaling is not None and scaling.kind == "factors":
-        factors = np.array(scaling.factors, np.float32)
+    if (factors := gguf_metadata.factors_of(config)) is not None:
         writer.add_tensor("rope_freqs.weight", factors)
     for ours, weight in weights.items():
         name = _numbered(ours, theirs)
+        moved = names.rope_pairs != config.rope_pairs and _ROTATED.search(ours) is not None
         try:
             for own, (kind, data) in _gguf_tensors(name, weight).items():
+                if moved and len(data) > 1:
+                    data = np.ascontiguousarray(data[rope.order(len(data), config.head_size)])
                 writer.add_tensor(own, data, raw_dtype=gguf.GGMLQuantizationType[kind])
         except ValueError as error:
             raise ValueError(f"export: {ours}: {error}.") from None
@@ -90,6 +117,9 @@ def _write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+_ROTATED = re.compile(r"\.[qk](_bias)?$")
 
 
 def _copy_metadata(source: Path, writer: gguf.GGUFWriter) -> None:

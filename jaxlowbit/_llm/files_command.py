@@ -32,7 +32,7 @@ Run = Callable[[argparse.Namespace], None]
 
 def add_quantize(parser: argparse.ArgumentParser) -> Run:
     _add_source(parser)
-    name = "of all matrices, such as int4-g64 (jaxlowbit info lists them), or plan.json"
+    name = "format of all matrices, such as int4-g64 (jaxlowbit info lists them), or plan.json"
     parser.add_argument("--format", required=True, help=name)
     rules = "another format for matrices whose names match, or float; may be repeated"
     parser.add_argument("--rule", action="append", default=[], metavar="REGEX=FORMAT", help=rules)
@@ -46,7 +46,7 @@ def add_convert(parser: argparse.ArgumentParser) -> Run:
 
 
 def add_inspect(parser: argparse.ArgumentParser) -> Run:
-    parser.add_argument("path", metavar="PATH", help="a GGUF file, or a folder of safetensors")
+    parser.add_argument("path", metavar="PATH", help=console.MODEL)
     _add_json(parser)
     return _inspect
 
@@ -58,7 +58,7 @@ def add_verify(parser: argparse.ArgumentParser) -> Run:
 
 
 def _add_source(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="SRC", help="a GGUF file, or a folder of safetensors")
+    parser.add_argument("source", metavar="SRC", help=console.MODEL)
     parser.add_argument("target", metavar="DST", help="the new folder, or the new GGUF file")
     kinds = "kind of the target: a folder of packed weights (packed), or files for other engines"
     parser.add_argument("--to", choices=KINDS, default="packed", help=kinds)

@@ -220,7 +220,8 @@ def export(
 
     **Arguments:**
 
-    - `model`: from `load` of a file of the same kind, whose metadata and tokenizer are copied.
+    - `model`: from `load`; its file supplies metadata and tokenizer. For `"compressed-tensors"`
+      this must be a Hugging Face folder.
     - `path`: the file or folder, which gets its name when it is complete.
     - `kind`: `"gguf"`, a GGUF file for llama.cpp; or `"compressed-tensors"`, a folder in the format
       `pack-quantized` for transformers and vLLM. It has no quantized embedding: that becomes
@@ -229,8 +230,8 @@ def export(
     - `progress`: whether to show a progress bar.
 
     **Raises:** `TypeError` for arguments of other types; `ValueError` for a weight whose format the
-    kind does not represent exactly, with its name, for a model from a file of another kind, and for
-    an existing `path`.
+    kind does not represent exactly, with its name, for a configuration or a tokenizer that GGUF
+    cannot store, for a model from a file of another kind, and for an existing `path`.
 
     ```py
     export(load("model-Q8_0.gguf", format="int4-g32", scale_dtype="float16"), "q4.gguf", "gguf")

@@ -6,8 +6,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from .._core.format import Format, as_format
-from ..quantizers import Plan, _registry, mixed
+from ..quantizers import _registry
 from ..quantizers._calibration import Calibration
+from ..quantizers._plan import Plan, mixed
 from .calibration import tokens_of
 from .language_model import named_load
 from .load import Header, floats_of, read_header
@@ -44,10 +45,11 @@ def plan(
     - `scale_dtype`: dtype of scales.
     - `progress`: whether to show a progress bar.
 
-    **Returns:** a `jaxlowbit.quantizers.Plan`. `load` takes its `rules`, which can be edited.
+    **Returns:** a plan, as `jaxlowbit.quantizers.mixed` does. `load` takes its `rules`, which can
+    be edited.
 
     **Raises:** the errors of `load` for a path and a calibration; `ValueError` for fewer bits
-    than the smallest formats take.
+    than the smallest formats take, and for a model with mixtures of experts.
 
     ```py
     plan = llm.plan(path, 3.5, calibration=text)
@@ -60,6 +62,12 @@ def plan(
     calibration = Calibration.of("plan", calibration, progress=progress)
     with named_load():
         header = path if isinstance(path, Header) else read_header(path)
+    if header.config.experts:
+        raise ValueError(
+            f"plan: the model has {header.config.experts} experts in each layer, whose inputs are "
+            "not recorded; choose its formats yourself, as rules= of load."
+        )
+    with named_load():
         tokens = tokens_of(calibration, header.config, header.tokenizer)
     options = {"scale_dtype": jnp.dtype(scale_dtype)}
     given = floats_of(header), tokens, found, quantizer, options

@@ -130,6 +130,9 @@ def run(
     With `masks`, groups are one token. With `growing`, the first group is one token, on a GPU 8,
     and groups double while they take less than 0.1 s.
     """
+    division = model.decoder.division
+    if division is not None:
+        division.forget_failure()
     kept = Kept() if kept is None else kept
     config, longest = model.config, max(map(len, prompts))
     limits = [min(max_new_tokens, config.context - len(prompt)) for prompt in prompts]
@@ -168,8 +171,8 @@ def run(
         steps = -(-count // stride) * stride
         drawn, state = draw(state, np.int32(steps), ends, key, sampling, logprobs, stride)
         drawn = Drawn(*(None if x is None else np.asarray(x)[:, :count] for x in drawn))
-        if model.decoder.division is not None:
-            model.decoder.division.check_devices(caller)
+        if division is not None:
+            division.check_devices(caller)
         if n == 1:
             kept.cache = state.cache
             tokens = [token for token in drawn.tokens[0].tolist() if token >= 0]

@@ -2,6 +2,7 @@
 position."""
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from .config import Config
@@ -36,6 +37,12 @@ def temperature(config: Config, positions: Array) -> Array | None:
     factor, length = config.attention_temperature
     grown = 1 + factor * jnp.log1p((positions // length).astype(jnp.float32))
     return grown[..., None, None]
+
+
+def order(rows: int, head_size: int) -> np.ndarray:
+    """The rows of queries or keys whose pairs are halves, in the order in which pairs are
+    neighbours, as llama.cpp's converter permutes them."""
+    return np.arange(rows).reshape(-1, 2, head_size // 2).swapaxes(1, 2).reshape(-1)
 
 
 def rotate(x: Array, rotation: tuple[Array, Array], pairs: str) -> Array:

@@ -252,6 +252,10 @@ class Division:
         # Outside jax.jit, jax.shard_map would compile every operation separately.
         return jax.jit(mapped, inline=True)
 
+    def forget_failure(self) -> None:
+        """Makes the devices ready after a run that ended with an exception."""
+        cuda_calls.exchange_failure()
+
     def check_devices(self, caller: str) -> None:
         """Checks that no device waited in vain for another one within a call.
 

@@ -87,8 +87,19 @@ class Tokenizer:
                 "errors='replace'."
             ) from None
         self._engine.encode_special_tokens = self._split_special if special is None else not special
-        tokens = self._engine.encode(text, add_special_tokens=bos is not False).ids
+        tokens = self._encoded(text, bos is not False)
         return [self.bos, *tokens] if bos and not self.leading and self.bos is not None else tokens
+
+    def _encoded(self, text: str, around: bool) -> list[int]:
+        try:
+            return self._engine.encode(text, add_special_tokens=around).ids
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # which is no `Exception`
+                raise
+            raise ValueError(
+                f"Tokenizer.encode: a regular expression of {self.source or 'the tokenizer'} takes "
+                f"too long for this text ({error}); shorten the text, or use another tokenizer."
+            ) from None
 
     def decode(self, tokens: Iterable[int], *, special: bool = False) -> str:
         """The text of tokens; bytes that are not UTF-8 become U+FFFD.

@@ -96,8 +96,14 @@ class Fields:
     def pattern(self, key: str, text: str) -> re.Pattern[str]:
         """Compiles a regular expression from the entry `key`.
 
-        **Raises:** `ValueError` if it is invalid.
+        **Raises:** `ValueError` if it is invalid, or may take exponential time.
         """
+        if _repeats_choices(text):
+            raise ValueError(
+                f"{self.path}: {key!r} has {text!r}, which repeats a group with repetitions or "
+                "alternatives in it; matching it may not end. Write it without the outer or the "
+                "inner repetition."
+            )
         try:
             return re.compile(text)
         except (re.error, RecursionError, OverflowError) as error:
@@ -105,3 +111,22 @@ class Fields:
                 f"{self.path}: {key!r} has {text!r}, which is no regular expression ({error}); "
                 f"{AGAIN}."
             ) from None
+
+
+def _repeats_choices(pattern: str) -> bool:
+    """Whether a regular expression repeats, without a bound, a group with a choice in it: another
+    repetition or alternatives. Python's `re` backtracks through all combinations of these."""
+    plain = re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", "x", pattern, flags=re.DOTALL)
+    groups = [False]
+    for match in re.finditer(r"\(\?[:=!<P]?|\(|\)|[*+|]|\{\d*,?\d*\}|\?", plain):
+        token = match[0]
+        if token.startswith("("):
+            groups.append(False)
+        elif token == ")":
+            choice = len(groups) > 1 and groups.pop()
+            if choice and re.match(r"[*+]|\{\d*,\d*\}", plain[match.end() :]):
+                return True
+            groups[-1] |= choice
+        else:
+            groups[-1] = True
+    return False

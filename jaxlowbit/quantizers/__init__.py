@@ -6,7 +6,6 @@ Each module here whose name has no leading underscore is one quantizer, which `q
 
 from .._core.groups import Groups as Groups
 from ._calibration import Calibration as Calibration
-from ._plan import Plan as Plan
 from ._plan import mixed as mixed
 from ._smoothing import smoothing_factor as smoothing_factor
 from ._statistics import Statistics as Statistics

@@ -56,6 +56,10 @@ def mixed(
     - `sizes`: the number of weights of each layer.
     - `bits`: bits per weight of all layers together, with scales (16 bits each) and zeros.
 
+    **Returns:** a named tuple, a table when printed: `rules`, names of formats by regular
+    expressions, as `quantize_model` and `llm.load` take them; `bits` per weight; and `error`, the
+    sum of the errors.
+
     **Raises:** `ValueError` for fewer bits than the smallest formats take, for errors that are not
     finite or are below 0, and for layers without a format or a size.
 

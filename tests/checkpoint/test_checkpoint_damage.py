@@ -15,6 +15,7 @@ for package in ("safetensors", "tqdm"):
 import safetensors_bytes  # noqa: E402
 from safetensors_bytes import Part  # noqa: E402
 
+from jaxlowbit.checkpoint._fields import Fields  # noqa: E402
 from jaxlowbit.checkpoint._load import open_folder  # noqa: E402
 
 ROOT = Path(__file__).parents[1] / "data" / "checkpoints"
@@ -155,3 +156,12 @@ def test_damaged_folders_are_read_or_raise_with_a_name(data, tmp_path_factory):
         except ValueError:
             continue
         assert rows.shape == (n, matrix.shape[1])
+
+
+def test_patterns_that_may_take_exponential_time_raise():
+    fields = Fields(Path("config.json"), {})
+    for pattern in ("(a+)+", "(a|aa)+$", "(?:x(b*)c){2,}", "((a)*b?)*", "(a{1,3})*"):
+        with pytest.raises(ValueError, match=r"'ignore' has .* matching it may not end"):
+            fields.pattern("ignore", pattern)
+    for pattern in (r".*\.(q|k)_proj(\.x)?$", "^(?!.*down_proj).*", r"[(*+)]+\(a\)+", "(ab|c){2}"):
+        fields.pattern("ignore", pattern)

@@ -310,13 +310,43 @@ def test_exports_have_the_same_weights(files, tmp_path):
     config = json.loads((tmp_path / "y" / "config.json").read_text())["quantization_config"]
     assert {len(group["targets"]) for group in config["config_groups"].values()} == {2, 8}
     other = llm.load(files / "a.gguf", progress=False)
-    for kind, wrong in (("gguf", model), ("compressed-tensors", other)):
+    without = llm.LanguageModel(model.decoder)
+    for kind, wrong in (("gguf", without), ("compressed-tensors", other)):
         with pytest.raises(ValueError, match=r"export: the model came from .*; load that"):
             llm.export(wrong, tmp_path / "z", kind)
     target = str(tmp_path / "z.gguf")
     with pytest.raises(ValueError, match=r"export: embedding: GGUF stores float16, which would"):
         llm.export(llm.load(files / "a.gguf", rules={"embedding": "int8"}), target, "gguf")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.gguf", "y"]
+
+
+def test_gguf_files_of_folders_compute_the_same(tmp_path):
+    """Rows of queries and keys are permuted, the rotation of llama3 becomes a tensor."""
+    rope = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope |= {"original_max_position_embeddings": 64}
+    config = hf_config("llama") | {"rope_scaling": rope}
+    write_folder(tmp_path / "hf", config, hf_weights("llama"))
+    loading = {"format": "int4-g32", "scale_dtype": "float16", "progress": False}
+    model = llm.load(tmp_path / "hf", **loading)
+    llm.export(model, tmp_path / "x.gguf", "gguf")
+    found = llm.load(tmp_path / "x.gguf", progress=False)
+    assert found.config.rope_pairs == "neighbours"
+    tokens = jnp.array([model.tokenizer.encode("a bc\n12 d")])
+    assert found.tokenizer.encode("a bc\n12 d") == tokens[0].tolist()
+    np.testing.assert_allclose(found.decoder(tokens), model.decoder(tokens), rtol=1e-3, atol=1e-3)
+    assert found.tokenizer.has_chat == model.tokenizer.has_chat
+    options = config | {"model_type": "mistral", "sliding_window": 8}
+    options.pop("rope_scaling")
+    write_folder(tmp_path / "window", options, hf_weights("llama"))
+    with pytest.raises(ValueError, match="export: GGUF has no files of mistral with a window"):
+        llm.export(llm.load(tmp_path / "window", **loading), tmp_path / "y.gguf", "gguf")
+    description = json.loads((tmp_path / "hf" / "tokenizer.json").read_text())
+    description["pre_tokenizer"]["pretokenizers"].pop(0)
+    description["pre_tokenizer"]["pretokenizers"].insert(0, {"type": "Whitespace"})
+    (tmp_path / "hf" / "tokenizer.json").write_text(json.dumps(description))
+    with pytest.raises(ValueError, match="cuts texts as no pre-tokenizer of llama"):
+        llm.export(llm.load(tmp_path / "hf", **loading), tmp_path / "y.gguf", "gguf")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "window", "x.gguf"]
 
 
 # --- commands -------------------------------------------------------------------------------------

@@ -437,7 +437,7 @@ def test_backend_that_cannot(available, weight, backend, format, dtype, reason):
 def test_build_without_cuda(monkeypatch, matrix):
     monkeypatch.setattr(extension, "BUILD", {"ffi_api": (0, 3), "cuda": False})
     reason = extension._unavailable("cuda")
-    monkeypatch.setattr(extension, "UNAVAILABLE", {"cuda": reason})
+    monkeypatch.setattr(extension, "UNAVAILABLE", {"cpu": None, "cuda": reason})
     with refuses("this build has no CUDA kernels; reinstall where nvcc is found"):
         quantized_matmul(LHS.astype(jnp.bfloat16), matrix, backend="cuda")
 

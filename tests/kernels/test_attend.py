@@ -123,8 +123,8 @@ def test_unsupported_parts_are_composed(cuda, monkeypatch):
     assert calls["attend"] == config.layers and calls["decode_block"] == 0
     given = []
 
-    def choose(*args, native, softcap, **sizes):
-        given.append((native, softcap))
+    def choose(*args, native, plain, **sizes):
+        given.append((native, plain))
         return "xla"
 
     monkeypatch.setattr(attention, "choose", choose)

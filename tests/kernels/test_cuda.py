@@ -333,7 +333,8 @@ def gathered_by_a_call(permutation, *, m, k=72, transposed=False, gathered=None)
         permutation,
         products=np.array(record),
         steps=np.array(ffi.step(kind="multiply")),
-        **call.versions("quantized_matmul"),
+        caller="quantized_matmul",
+        **call.VERSIONS,
     )
     return np.asarray(lhs), np.asarray(found)
 

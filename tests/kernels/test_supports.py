@@ -24,16 +24,17 @@ CAPABILITIES = (75, 80, 86, 90, 100)
 
 
 def random_format(rng: random.Random) -> Format:
+    pick: Any = rng.choice
     while True:
         bits = rng.randint(1, 8)
         table = tuple(range(1, 2**bits + 1))
         try:
             return Format(
                 bits=bits,
-                group_size=rng.choice((-1, 16, 32, 48, 64, 128, 256)),
-                zero=rng.choice(("none", "none", "integer", "float")),
-                codebook=rng.choice((None, None, table, "nf4", "e2m1", "e4m3", "e5m2")),
-                scale=rng.choice((None, None, *SCALES)),
+                group_size=pick((-1, 16, 32, 48, 64, 128, 256)),
+                zero=pick(("none", "none", "integer", "float")),
+                codebook=pick((None, None, table, "nf4", "e2m1", "e4m3", "e5m2")),
+                scale=pick((None, None, *SCALES)),
             )
         except ValueError:
             pass
@@ -61,8 +62,8 @@ def weight_of(format: Format, k: int, n: int) -> QuantizedArray:
 
 def chosen(problem: Problem, operands: Operands, target: Target) -> str:
     """The name of the backend that a product is lowered to."""
-    function = lowering._product(problem, operands.present(), target).func
-    return function.__module__.rpartition(".")[2]
+    function: Any = lowering._product(problem, operands.present(), target)
+    return function.func.__module__.rpartition(".")[2]
 
 
 def test_lowering_agrees_with_the_library(cuda):

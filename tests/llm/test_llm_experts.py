@@ -15,7 +15,7 @@ for package in ("gguf", "jinja2", "safetensors", "tokenizers", "tqdm"):
     pytest.importorskip(package, reason=f"{package} is not installed")
 
 import gguf  # noqa: E402
-from decoders import INT4_G32, TINY, floats, random  # noqa: E402
+from decoders import INT4_G32, PARTS, TINY, floats, random  # noqa: E402
 from flax import nnx  # noqa: E402
 from golden_architectures import CASES, PATH, TOKENS, mxfp4  # noqa: E402
 from golden_files import hf_weights, keys_of, tensors_of  # noqa: E402
@@ -26,6 +26,7 @@ from jaxlowbit._llm import experts  # noqa: E402
 from jaxlowbit._llm.bench import SHAPES  # noqa: E402
 from jaxlowbit._llm.huggingface import config_of  # noqa: E402
 from jaxlowbit._llm.random_weights import random_weights  # noqa: E402
+from jaxlowbit._llm.saved import weights_of  # noqa: E402
 from jaxlowbit.llm import (  # noqa: E402
     Config,
     Decoder,
@@ -117,6 +118,17 @@ def test_experts_with_mixed_formats():
     want = np.asarray(mixed(""))
     assert near(np.asarray(mixed("gate down")), want)
     assert near(np.asarray(mixed("up", 0, 1) + mixed("up", 1, 3)), want)
+
+
+@pytest.mark.parametrize(
+    ("config", "format"), [(GPT_OSS, MXFP4), (PARTS["granite"], INT4_G32)], ids=["experts", "dense"]
+)
+def test_weights_of_a_decoder_are_those_it_was_made_of(config, format):
+    given = random(config, format)
+    found = weights_of(Decoder(config, given, dtype=jnp.float32))[1]
+    assert found.keys() == given.keys()
+    for name, weight in given.items():
+        assert all(map(np.array_equal, jax.tree.leaves(found[name]), jax.tree.leaves(weight)))
 
 
 def test_ties_select_the_first_expert():
@@ -233,21 +245,20 @@ def make_mesh(devices: int) -> jax.sharding.Mesh:
     return jax.make_mesh((devices,), ("model",), axis_types=kinds, devices=found)
 
 
-@pytest.mark.parametrize(("name", "devices"), [("qwen3_moe", 4), ("gpt_oss", 2)])
-def test_experts_on_several_devices_match_one_device(name, devices):
-    model = LanguageModel(decoder(name))
-    several = shard(model, make_mesh(devices)).decoder
+def test_experts_on_several_devices_match_one_device():
+    several = shard(LanguageModel(decoder("qwen3_moe")), make_mesh(4)).decoder
     down = several.blocks[0].down
     assert down.get_metadata("out_sharding") == ("model", None, None)
     packed = down.get_value().packed
-    assert packed.sharding.shard_shape(packed.shape)[0] == model.config.experts // devices
-    assert near(logits(several), quantized_logits(name))
+    assert packed.sharding.shard_shape(packed.shape)[0] == QWEN3.experts // 4
+    assert near(logits(several), quantized_logits("qwen3_moe"))
 
 
 def test_tokens_of_experts_on_several_devices_match_one_device():
-    one, two = (init(GPT_OSS, INT4_G32, mesh=mesh) for mesh in (None, make_mesh(2)))
-    texts = [generate(model, [3, 1, 4], max_new_tokens=5).tokens for model in (one, two)]
-    assert texts[0] == texts[1]
+    meshes = None, make_mesh(2), make_mesh(4)
+    models = (init(GPT_OSS, INT4_G32, mesh=mesh) for mesh in meshes)
+    one, *others = (generate(model, [3, 1, 4], max_new_tokens=5).tokens for model in models)
+    assert others == [one, one]
 
 
 def test_other_numbers_of_devices_raise():

@@ -123,6 +123,14 @@ def test_truncation_and_padding_of_the_file_change_nothing(tmp_path):
     assert tokenizer.leading == ()
 
 
+def test_an_expression_without_an_end_raises(tmp_path):
+    engine = byte_level()
+    split = pre_tokenizers.Split(tokenizers.Regex("(a|aa)+$"), "isolated")
+    engine.pre_tokenizer = pre_tokenizers.Sequence([split, engine.pre_tokenizer])
+    with pytest.raises(ValueError, match=r"Tokenizer.encode: a regular expression of .* too long"):
+        read(tmp_path, engine).encode("a" * 60 + "!")
+
+
 @pytest.mark.parametrize(
     ("config", "files", "expected"),
     [

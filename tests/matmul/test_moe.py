@@ -70,10 +70,12 @@ def floats(array: Any) -> np.ndarray:
 NO_BIASES = {"gate_up_bias": np.zeros((2, 1, 1)), "down_bias": np.zeros(1)}
 
 
-def wanted(x: Any, expert: Any, weight: Any, *arrays: Any, **options: Any) -> np.ndarray:
+def wanted(x: Any, expert: Any, weight: Any, gate_up: Any, down: Any, **options: Any) -> np.ndarray:
     rows = (np.asarray(x, np.float64), np.asarray(expert), np.asarray(weight, np.float64))
-    biases = {name: np.asarray(options.pop(name, bias)) for name, bias in NO_BIASES.items()}
-    return reference(*rows, *map(floats, arrays), **biases, **options)
+    biases: dict[str, Any] = {
+        name: np.asarray(options.pop(name, bias)) for name, bias in NO_BIASES.items()
+    }
+    return reference(*rows, floats(gate_up), floats(down), **biases, **options)
 
 
 SHAPES: Any = [  # tokens, top, activation, biases

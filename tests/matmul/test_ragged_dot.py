@@ -145,6 +145,7 @@ def gpt_oss(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
 
 def exact_and_bound(case: Case, sizes: Any) -> tuple[np.ndarray, np.ndarray]:
     """The exact result and its bound: each row times the matrix of its group; 0 +- 0 for none."""
+    bias: Any
     *_, bias, every = operands(case)
     owner, dtype = owners(sizes, case.problem.m), case.problem.result_dtype
     group = owner - (case.offset or 0)
@@ -235,9 +236,8 @@ def exact(rhs: Any = STACK, sizes: Any = SIZES, lhs: Any = LHS) -> np.ndarray:
 
 
 def test_matches_ragged_dot_of_the_dequantized_stack():
-    assert_close(
-        ragged(), lax.ragged_dot(LHS, jnp.asarray(dequantize(STACK).value, "float32"), SIZES)
-    )
+    weight = jnp.asarray(dequantize(STACK).value, jnp.float32)
+    assert_close(ragged(), lax.ragged_dot(LHS, weight, jnp.asarray(SIZES)))
 
 
 @pytest.mark.parametrize(
@@ -326,7 +326,7 @@ def test_gradients_of_pairs():
 
     def want(x, rhs, bias):
         gate, up = (
-            lax.ragged_dot(x, w, SIZES) + jnp.where(group[:, None] >= 0, b[group], 0)
+            lax.ragged_dot(x, w, jnp.asarray(SIZES)) + jnp.where(group[:, None] >= 0, b[group], 0)
             for w, b in zip(rhs.dequantize(), bias, strict=True)
         )
         return jax.nn.silu(gate) * up

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Checks xla_ffi/plan_cache.h without XLA and without a GPU (tests/kernels/test_plan_cache.py): which calls share a
-// plan. Prints what is wrong and exits with 1, or prints "ok".
+// plan. Prints "ok", or the first error and exits with 1.
 #include <cstdio>
 #include <cstdlib>
 #include <random>
@@ -97,8 +97,8 @@ struct Call {
     XLA_FFI_Array of_steps = array(XLA_FFI_DataType_S64, steps);
     XLA_FFI_Array of_numbers = array(XLA_FFI_DataType_F32, numbers);
     XLA_FFI_Scalar scalar = {XLA_FFI_DataType_F32, const_cast<float*>(&epsilon)};
-    XLA_FFI_ByteSpan names[] = {{epsilon_name.data(), epsilon_name.size()},
-                                {"numbers", 7}, {"products", 8}, {"steps", 5}};
+    XLA_FFI_ByteSpan names[] = {
+        {epsilon_name.data(), epsilon_name.size()}, {"numbers", 7}, {"products", 8}, {"steps", 5}};
     XLA_FFI_ByteSpan* name_pointers[] = {&names[0], &names[1], &names[2], &names[3]};
     XLA_FFI_AttrType types[] = {XLA_FFI_AttrType_SCALAR, XLA_FFI_AttrType_ARRAY,
                                 XLA_FFI_AttrType_ARRAY, XLA_FFI_AttrType_ARRAY};

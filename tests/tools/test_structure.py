@@ -44,7 +44,7 @@ ONLY = {
     "llguidance": r"_llm\.schema",
     "safetensors": r"checkpoint\._files|_tuning\.weights",
     "tokenizers": r"_llm\.tokenizer_(folder|gguf|parts)",
-    "tqdm": r"_flax\.calibration|_llm\.(calibration|files_command|load|perplexity)|"
+    "tqdm": r"_flax\.calibration|_llm\.(calibration|files_command|load|perplexity|sensitivity)|"
     r"_tuning\.report|checkpoint\._(load|saved)",
     "jax.experimental.pallas": r"_backends\.pallas\.(tpu|triton)",
     "jaxlowbit._ffi": r"_backends\.extension",

@@ -92,8 +92,7 @@ cudaError_t Load(const void* function) { return AllowSharedMemory(function, kMax
 cudaError_t Load(const PlannedStep& step, const Device& device,
                  std::unique_ptr<const KernelLaunch>* launch) {
   const void* function = nullptr;
-  const cudaError_t error =
-      KernelOn(device, KeyOf(step.problem, step.choice, device), &function);
+  const cudaError_t error = KernelOn(device, KeyOf(step.problem, step.choice, device), &function);
   if (error == cudaSuccess) *launch = std::make_unique<Sm80Launch>(step, device, function);
   return error;
 }

@@ -59,9 +59,8 @@ Params ParamsOf(const PlannedStep& step, const StreamK& schedule) {
   p.lhs_rows = tile.m / choice.peers;
   p.lhs_in_atoms = choice.peers == 1 && problem.k % kAtom == 0 && !Is8Bit(problem.lhs);
   // Swizzled tiles are multiples of 8 rows.
-  p.last_rows = problem.is_ragged()
-                    ? 0
-                    : static_cast<int>(CeilDiv(p.m % tile.m, 8 * choice.peers)) * 8;
+  p.last_rows =
+      problem.is_ragged() ? 0 : static_cast<int>(CeilDiv(p.m % tile.m, 8 * choice.peers)) * 8;
   p.group_bytes = p.plan.bytes.scales + p.plan.bytes.zeros;
   p.n_blocks = static_cast<int>(problem.n_blocks());
   p.strips = static_cast<int>(problem.strips());
@@ -133,8 +132,9 @@ class Sm90Launch final : public KernelLaunch {
         schedule_(StreamKOf(problem_, tile_, peers_, step.choice.split_k, device.num_sms)),
         params_(ParamsOf(step, schedule_)),
         shapes_(ShapesOf(problem_, step.products.front().buffers.zero != nullptr, tile_, params_)),
-        ctas_(std::min(TasksOf(problem_, tile_, schedule_, params_.tiles_n), schedule_.resident) *
-              peers_),
+        grid_(static_cast<unsigned>(
+            std::min(TasksOf(problem_, tile_, schedule_, params_.tiles_n), schedule_.resident) *
+            peers_)),
         threads_(tile_.threads()),
         shared_bytes_(params_.plan.shared_bytes()) {}
 
@@ -160,7 +160,7 @@ class Sm90Launch final : public KernelLaunch {
     if (error == cudaSuccess) error = Encode(shapes_.out, b.out, &p.out);
     if (error == cudaSuccess) error = Encode(shapes_.residual, b.residual, &p.residual);
     if (error != cudaSuccess) return error;
-    const LaunchConfig config(ctas_, threads_, shared_bytes_, stream, problem_.pdl, peers_);
+    const LaunchConfig config(grid_, threads_, shared_bytes_, stream, problem_.pdl, peers_);
     error = LaunchFunction(config, function_, &p);
     if (error != cudaSuccess || schedule_.splits == 1) return error;
     return Reduce(p, stream);
@@ -185,7 +185,7 @@ class Sm90Launch final : public KernelLaunch {
   const StreamK schedule_;
   const Params params_;
   const Shapes shapes_;
-  const int64_t ctas_;
+  const dim3 grid_;
   const int threads_, shared_bytes_;
 };
 

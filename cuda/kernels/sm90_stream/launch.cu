@@ -92,8 +92,8 @@ class StreamLaunch final : public KernelLaunch {
     const QuantizedMatmul& problem = step.problem;
     const Choice& choice = step.choice;
     const QuantizedMatmul blocks = BlocksOf(problem, choice.block_m);
-    params_ = ParamsOf(blocks, step.products.front().buffers, choice,
-                       CtasPerSm(blocks, device, choice));
+    params_ =
+        ParamsOf(blocks, step.products.front().buffers, choice, CtasPerSm(blocks, device, choice));
     int64_t clusters = AssignClusters(step.products, choice.slices, params_);
     int64_t batch = problem.batch;
     if (problem.is_ragged()) {
