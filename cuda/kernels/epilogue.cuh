@@ -23,8 +23,8 @@ struct EpilogueParams {
   bool any;  // false: results are the accumulators, without units
 };
 
-// Kernel parameters of the units. Separate from EpilogueParams, because the placement of the other parameters in the
-// constant bank affects speed.
+// Kernel parameters of the units (problem.h): tensor or channel scales. Separate from EpilogueParams, because the
+// placement of the other parameters in the constant bank affects speed.
 struct UnitParams {
   const float* data;     // [num_weights, count]; null: 1
   const int32_t* index;  // null: weight min(product, num_weights - 1)

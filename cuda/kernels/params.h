@@ -30,7 +30,7 @@ inline UnitParams UnitsOf(const QuantizedMatmul& problem) {
   return {nullptr, nullptr, problem.num_weights, problem.epilogue.units};
 }
 
-// A table codebook's numbers, repeated to fill the lanes of a warp; unspecified for other codebooks.
+// Entries of a table codebook, repeated to fill the lanes of a warp; unspecified for other codebooks.
 template <typename B>
 TableParams TableOf(const QuantizedMatmul& problem, const B& buffers) {
   TableParams table = {};

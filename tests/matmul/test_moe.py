@@ -1,4 +1,4 @@
-"""`quantized_moe`: its meaning, expert by expert, derivatives and divided experts."""
+"""`quantized_moe`: results compared with each expert, derivatives, and sharded experts."""
 
 import functools
 from typing import Any
@@ -50,7 +50,7 @@ def reference(
     down_bias: Any = 0,
     module: Any = np,
 ) -> Any:
-    """Every expert for every token, in floats; `expert` and `weight` pick and add."""
+    """Every expert for every token, in floats; `expert` and `weight` select and weigh them."""
     a, b = module.einsum("tk,pekh->pteh", x, gate_up) + gate_up_bias[:, None]
     up = b
     if activation == "gpt_oss":
@@ -132,7 +132,7 @@ def test_dtypes_and_leading_axes():
     assert (one.shape, one.dtype) == ((K,), jnp.bfloat16)
 
 
-def test_experts_that_are_not_here_contribute_nothing():
+def test_absent_experts_contribute_nothing():
     """Their weights may be NaN. An expert that occurs twice counts twice."""
     expert = EXPERT.at[0, 0].set(EXPERTS).at[1, 1].set(-1).at[2].set(3)
     weight = WEIGHT.at[0, 0].set(jnp.nan).at[1, 1].set(jnp.inf)
@@ -175,7 +175,7 @@ def test_gradients_and_vmap():
     )
 
 
-def test_experts_divided_over_devices():
+def test_experts_sharded_over_devices():
     count = 4
     mesh = jax.make_mesh((count,), ("model",), devices=jax.devices("cpu")[:count])
     specs = (
@@ -195,7 +195,7 @@ def test_experts_divided_over_devices():
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_hidden_features_divided_over_a_mesh(kind):
+def test_hidden_features_sharded_over_a_mesh(kind):
     """Tensor parallel: columns of gate and up, and rows of down, with one all-reduce."""
     gate_up = quantize(normal(2, 2, K, 128), INT4)
     down = quantize(normal(2, 128, K), Format(4, 64))

@@ -87,7 +87,7 @@ struct Plan {
   int stage_shift, stage_atoms;    // 2^stage_shift atoms along k
   int warp_atoms;                  // neighbouring atoms of a stage that one warp multiplies
   int stages;                      // of all of k
-  int stage_groups, stage_strips;  // maximum per stage; two-level scales: rows of scales
+  int stage_groups, stage_strips;  // maximum per stage; with two-level scales, stage_groups counts rows of scales
   StageBytes bytes;
   int slot_bytes;    // bytes.total(), aligned
   int owned_shift;   // a CTA reduces up to 2^owned_shift slices of a tile
