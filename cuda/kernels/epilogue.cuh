@@ -128,7 +128,8 @@ __device__ void Activate(Activation activation, float (&x)[kCount]) {
     case Activation::kRelu:
       return each([](float y) { return Relu(y); });
     case Activation::kGptOss:
-      return each([](float y) { return TimesSigmoid(kGptOssForm, y > kGptOssLimit ? kGptOssLimit : y); });
+      return each(
+          [](float y) { return TimesSigmoid(kGptOssForm, y > kGptOssLimit ? kGptOssLimit : y); });
   }
 }
 

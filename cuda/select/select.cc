@@ -140,9 +140,9 @@ Choice SelectRagged(const QuantizedMatmul& problem, const Device& device) {
     const QuantizedMatmul blocks = BlocksOf(problem, block_m);
     if (!Supports(Kernel::kQmmSm90Stream, blocks, device)) continue;
     std::vector<Choice> choices = sm90_stream::Choices(blocks);
-    std::stable_sort(
-        choices.begin(), choices.end(),
-        [](const Choice& left, const Choice& right) { return left.slices > right.slices; });
+    std::stable_sort(choices.begin(), choices.end(), [](const Choice& left, const Choice& right) {
+      return left.slices > right.slices;
+    });
     for (const Choice& choice : choices) {
       // One tile at a time, with work for all warps.
       if (sm90_stream::kMaxTileSlices % choice.slices != 0) continue;

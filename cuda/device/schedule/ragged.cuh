@@ -24,8 +24,8 @@ struct RaggedParams {
   const int32_t* sizes;   // [groups]; a negative size is 0, and sizes are cut at the last row
   const int32_t* offset;  // the group of the first expert; null: 0
   int groups;
-  int experts;  // weights; gated: pairs, first the gates of all experts, then their ups
-  int rows;     // of lhs
+  int experts;          // weights; gated: pairs, first the gates of all experts, then their ups
+  int rows;             // of lhs
   WideDivider columns;  // tiles along the columns, of every block
 };
 
@@ -152,7 +152,8 @@ class RaggedTable {
       if (group >= p.groups) StoreEntry(expert, totals.end, totals.blocks);
     }
     if (lane == 0) {
-      StoreShared16(shared_, make_uint4(Word(totals.begin), Word(totals.end), Word(totals.blocks), 0));
+      StoreShared16(shared_,
+                    make_uint4(Word(totals.begin), Word(totals.end), Word(totals.blocks), 0));
     }
   }
 

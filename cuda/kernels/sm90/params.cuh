@@ -129,7 +129,7 @@ struct Params {
   TableParams table;
   const float* lhs_scale;  // [batch, m], of an lhs of 8 bits
   UnitParams units;
-  int ahead_stages;  // stages whose weights are loaded before the previous kernels have ended
+  int ahead_stages;     // stages whose weights are loaded before the previous kernels have ended
   RaggedParams ragged;  // for a RaggedInstance
 };
 
