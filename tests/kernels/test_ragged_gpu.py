@@ -124,7 +124,7 @@ def test_mixture_is_its_composition(tokens, activation):
     x = normal(tokens, K, seed=3)
     weight, expert = jax.lax.top_k(jax.nn.softmax(normal(tokens, EXPERTS, seed=4)), 4)
 
-    def mixture(backend: str | None) -> Any:
+    def mixture(backend: Any) -> Any:
         return jax.jit(
             lambda *operands: quantized_moe(*operands, activation=activation, backend=backend)
         )(x, expert, weight, gate_up, down)
