@@ -336,7 +336,7 @@ def _module(ours: str, theirs: Mapping[str, str]) -> str:
 def _config(
     ranks: Mapping[str, int], alphas: Mapping[str, float], source: Path | None
 ) -> dict[str, Any]:
-    """The entries of adapter_config.json: the most frequent rank and alpha, and the others."""
+    """The entries of adapter_config.json: the commonest rank and alpha, and the others."""
     r, alpha = (Counter(x.values()).most_common(1)[0][0] for x in (ranks, alphas))
     return {
         "peft_type": "LORA",

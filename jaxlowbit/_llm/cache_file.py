@@ -6,7 +6,7 @@ layer, (n, kv_heads, head_size). Its metadata `jaxlowbit.session` is JSON:
 - `version`: of this form;
 - `model`: the hash of the model (`fingerprint`);
 - `slots`: the number of slots of the cache, which decides about the factors of longrope;
-- `notes`: what the caller stores beside it, such as the messages of a chat.
+- `notes`: an object of the caller, such as the messages of a chat.
 """
 
 import dataclasses
