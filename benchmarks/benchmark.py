@@ -57,10 +57,14 @@ def _parser() -> argparse.ArgumentParser:
         default=[*DEFAULT_BACKENDS, *(n for n in peers.PEERS if n not in DEFAULT_BACKENDS)],
         help=f"{', '.join(names)}; by default {', '.join(DEFAULT_BACKENDS)} and the other packages",
     )
-    add("--calls", type=results.positive, default=16, help="least calls of the shorter program")
-    add("--cold-mb", type=float, default=200, help="least size of all copies of a weight")
-    add("--driver", type=Path, help="time our kernels by this program (make driver) and not in jit")
-    add("--out", type=Path, help="write what is measured here")
+    add("--calls", type=results.positive, default=16, help="minimum calls of the shorter program")
+    add("--cold-mb", type=float, default=200, help="minimum size of all copies of a weight")
+    add(
+        "--driver",
+        type=Path,
+        help="time our kernels in this program (make driver) instead of in jit",
+    )
+    add("--out", type=Path, help="write results here")
     add("--read", type=Path, help="report on these results, or --shapes of them; measure nothing")
     add("--compare", type=Path, help="compare with these results")
     add("--threshold", type=float, default=5, help="percent by which a time may grow")

@@ -22,7 +22,7 @@ class Cell(NamedTuple):
         return self.new_us / self.old_us
 
     def regressed(self, percent: float) -> bool:
-        """Whether one of our times grew by more than this; other backends only show the machine."""
+        """Whether one of our times grew by more than this. Times of other backends do not count."""
         return self.key[4] in contenders.OURS and self.ratio > 1 + percent / 100
 
     def __str__(self) -> str:

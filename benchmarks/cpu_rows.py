@@ -38,14 +38,14 @@ DTYPES = ("bfloat16", "float32")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Few and many rows on the CPU.")
+    parser = argparse.ArgumentParser(description="Times small and large M on the CPU.")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 32, 64, 128, 256])
     parser.add_argument("--size", type=int, default=4096, help="of k and of n")
     parser.add_argument("--formats", nargs="+", default=["int4"])
     parser.add_argument("--dtypes", nargs="+", default=DTYPES, choices=DTYPES)
     parser.add_argument("--calls", type=int, default=20)
-    parser.add_argument("--int8", action="store_true", help="rows are quantized activations")
-    parser.add_argument("--multiplied", action="store_true", help="results are, by 2")
+    parser.add_argument("--int8", action="store_true", help="quantize the rows before")
+    parser.add_argument("--multiplied", action="store_true", help="double the results")
     arguments = parser.parse_args()
     rng = np.random.default_rng(SEED)
     weight = rng.standard_normal((arguments.size, arguments.size), dtype=np.float32)

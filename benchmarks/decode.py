@@ -258,7 +258,7 @@ def main(arguments: list[str] | None = None) -> None:
     add("--out", type=Path, help="write the results here")
     options = parser.parse_args(arguments)
     if options.width % MODEL.heads:
-        parser.error(f"--width is {options.width}, but it is a multiple of {MODEL.heads}.")
+        parser.error(f"--width is {options.width}, but it must be a multiple of {MODEL.heads}.")
     rows = []
     try:
         environment = results.environment()

@@ -35,8 +35,8 @@ def measure(path: Path, plan: Plan) -> Iterator[dict[str, Any]]:
             size, us = next(times, (None, 0.0))
             if size != (m, shape.n, shape.k):
                 raise InputError(
-                    f"{path} gave no time of m={m} and {shape.name} where it was due, as an older "
-                    "driver than these scripts may; build it again (make driver)."
+                    f"{path} gave no time of m={m} and {shape.name}; it may be older than these "
+                    "scripts: build it again (make driver)."
                 )
             yield {
                 "shape": shape.name,

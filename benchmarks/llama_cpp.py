@@ -41,7 +41,9 @@ Timed = Callable[[int, int], tuple[float, float]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="A language model on the CPU beside llama.cpp.")
+    parser = argparse.ArgumentParser(
+        description="Times a language model on the CPU against llama.cpp."
+    )
     parser.add_argument("model", help="a GGUF file")
     parser.add_argument("--peer", help="a Python interpreter with llama-cpp-python")
     parser.add_argument("--threads", type=int, nargs="+", default=[1], help="of llama.cpp")

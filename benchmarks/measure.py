@@ -56,7 +56,9 @@ def measure(plan: Plan) -> Iterator[dict[str, Any] | Skipped | Wrong]:
     """Yields findings as they are made."""
     table = contenders.table()
     if plan.dtype != "bfloat16" and any(format.scale for format in plan.formats):
-        raise InputError("formats with scales of 8 bits are timed beside bfloat16; see --dtype.")
+        raise InputError(
+            "formats with 8-bit scales are timed with bfloat16 activations; see --dtype."
+        )
     for name in plan.backends:
         dense = name in table and table[name].dense
         for format in plan.formats[:1] if dense else plan.formats:
@@ -79,7 +81,7 @@ def measure(plan: Plan) -> Iterator[dict[str, Any] | Skipped | Wrong]:
 def _with_a_time(finding: dict[str, Any] | Skipped | Wrong) -> dict[str, Any] | Skipped | Wrong:
     if not isinstance(finding, dict) or finding["us"] > 0:
         return finding
-    reason = f"{finding['shape']}: {finding['us']:.2f} us, too short to be told from noise"
+    reason = f"{finding['shape']}: {finding['us']:.2f} us, too short to differ from noise"
     return Skipped(finding["backend"], finding["format"], reason)
 
 
@@ -124,7 +126,7 @@ def _products(
 ) -> Iterator[dict[str, Any] | Skipped | Wrong]:
     ours = row["backend"] in contenders.OURS + contenders.DENSE
     if not ours and format.group_size > 0 and shape.k % format.group_size:
-        reason = f"{shape.name}: the last group of k={shape.k} is cut"
+        reason = f"{shape.name}: the last group of k={shape.k} is incomplete"
         yield Skipped(row["backend"], row["format"], reason)
         return
     count, calls = copies(plan, size, contender.shares)

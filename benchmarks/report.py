@@ -105,6 +105,6 @@ def embed(path: Path, text: str) -> None:
         _, after = rest.split(END)
     except (OSError, UnicodeDecodeError, ValueError):
         raise InputError(
-            f"{path} is no page with the lines {BEGIN} and {END}, between which tables go."
+            f"{path} has no lines {BEGIN} and {END} for the tables between them."
         ) from None
     path.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{after}", encoding="utf-8")

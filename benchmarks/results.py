@@ -98,5 +98,5 @@ def read(path: Path) -> dict[str, Any]:
         raise InputError(f"{path} cannot be read as results: {error}") from None
     rows = found.get("rows") if isinstance(found, dict) else None
     if not rows or "environment" not in found or not all("shape" in row for row in rows):
-        raise InputError(f"{path} holds no results; benchmark.py --out writes some.")
+        raise InputError(f"{path} contains no results; benchmark.py --out writes some.")
     return found

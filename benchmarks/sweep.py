@@ -45,11 +45,11 @@ COLD_BYTES = 500_000_000  # quick sweeps use half of it, four times the L2 of an
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Times our kernels beside dense bfloat16.")
+    parser = argparse.ArgumentParser(description="Times our kernels next to dense bfloat16.")
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--driver", type=Path, help="the program of make driver")
-    source.add_argument("--read", type=Path, help="judge these results and measure nothing")
+    source.add_argument("--read", type=Path, help="check these results and measure nothing")
     add("--shapes", nargs="+", default=["unseen"], help="as for benchmark.py; by default unseen")
     add(
         "--m",
@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     add("--format", default="int4-g128", help="as for benchmark.py, 4 or 8 bits")
     add("--quick", action="store_true", help="half of the weights and a third of the replays")
-    add("--out", type=Path, help="write what is measured here")
+    add("--out", type=Path, help="write results here")
     add("--plot", type=Path, help="draw a heat map here, an SVG file")
     options = parser.parse_args(arguments)
     try:
@@ -80,7 +80,7 @@ def _tokens(text: str) -> list[int]:
     if bounds := re.fullmatch(r"([1-9]\d*)-([1-9]\d*)/([1-9]\d*)", text):
         first, last, step = map(int, bounds.groups())
         if last < first:
-            raise argparse.ArgumentTypeError(f"{text} is empty; a range begins with its least.")
+            raise argparse.ArgumentTypeError(f"{text} is empty; a range begins with its minimum.")
         return list(range(first, last + 1, step))
     return [results.positive(text)]
 

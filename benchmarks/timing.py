@@ -13,10 +13,10 @@ import jax.numpy as jnp
 BLOCKS = 11
 BLOCK_SECONDS = 0.02
 PROGRAMS = (2, 20)  # minimum and maximum in a block
-HOST_SHARE = 0.8  # maximum fraction of a program's time that enqueueing it may take
-MOST_CALLS = 512  # maximum of the shorter program, to stay below that fraction
-QUEUED = 6  # programs enqueued together behind other work
-BUSY_WIDTH = 8192  # of the products of that work
+HOST_SHARE = 0.8  # enqueueing a program may take at most this fraction of its time
+MOST_CALLS = 512  # the shorter program grows up to this to keep HOST_SHARE
+QUEUED = 6  # programs enqueued together, after `_busy`
+BUSY_WIDTH = 8192  # n and k of the products of `_busy`
 
 
 class Effort(NamedTuple):
@@ -58,8 +58,8 @@ def microseconds_per_call(
     alternate; each pair is a sample.
 
     If outputs and inputs have different shapes, a small kernel (a link) makes the next input. Both
-    programs then have 2 n links, so that links cancel too; links without a previous call read a
-    constant.
+    programs then have 2 n links, so that links cancel too; the other n links of the shorter program
+    read a constant.
     """
     out = jax.eval_shape(call, x, weights[0])
     links = 0 if out.shape == x.shape else 2 * calls

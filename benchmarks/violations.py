@@ -73,7 +73,7 @@ def cells(rows: list[dict[str, Any]]) -> list[Cell]:
         if (row["shape"], row["m"]) in dense
     ]
     if not found:
-        raise InputError("the rows have no product of jaxlowbit with a dense one beside it.")
+        raise InputError("the rows have no product of jaxlowbit together with a dense one.")
     return found
 
 

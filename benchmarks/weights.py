@@ -35,9 +35,11 @@ def parse_format(text: str) -> Format:
     """
     format = formats.parse_format(text)
     if format.bits == 1 and format.zero == "none":
-        raise ValueError(f"{text!r} holds only -scale and 0; add -float or -integer.")
+        raise ValueError(f"{text!r} represents only -scale and 0; add -float or -integer.")
     if format.scale == "int8":
-        raise ValueError(f"{text!r} has integers as scales, for which there are no random weights.")
+        raise ValueError(
+            f"{text!r} has integer scales, but there are no random weights with these."
+        )
     return format
 
 
@@ -90,7 +92,7 @@ def _random_numbers(key: jax.Array, n: int, k: int, format: Format, dtype: str) 
     keys = jax.random.split(key)
     values = _numbers(format)
     usable = np.isfinite(values)
-    usable[0] &= format.codebook is not None  # as above
+    usable[0] &= format.codebook is not None  # as in random_codes
     codes = np.flatnonzero(usable).astype(np.uint8)
     qvalue = jnp.asarray(codes)[jax.random.randint(keys[0], (k, n), 0, len(codes))]
     unit = 1 / math.sqrt(k * np.square(values[codes], dtype=np.float64).mean())

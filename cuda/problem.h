@@ -11,7 +11,8 @@
 namespace jaxlowbit {
 
 // Epilogue, in float32 before the result is rounded to the type of out: activation(unit * product + bias) + residual,
-// or, gated, activation(unit * gate + bias) * (unit * up + bias) + residual.
+// or, gated, activation(unit * gate + bias) * (unit * up + bias) + residual. `unit` is the tensor scale of the weight,
+// or the scale of a channel.
 struct Epilogue {
 #define JAXLOWBIT_EPILOGUE_FIELD(type, name, value) type name = value;
 #include "cuda/product.def"
@@ -55,7 +56,7 @@ struct QuantizedMatmul {
   constexpr int64_t groups() const {
     return group_size < 0 ? 1 : CeilDiv(k_blocks() * kAtom, group_size);
   }
-  // Rows of 64 scales in a strip: one per group; for scales of two levels, whole super-blocks.
+  // Rows of 64 scales in a strip: one per group; for two-level scales, whole super-blocks.
   constexpr int64_t scale_rows() const {
     if (scale != ElementType::kSuper) return groups();
     return CeilDiv(k_blocks() * kAtom, kSuperBlock) * (kSuperBlock / group_size + kFloatRows);

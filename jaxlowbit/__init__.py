@@ -5,7 +5,7 @@ and initialises no backend.
 """
 
 from . import _command as _command  # first: the command `jaxlowbit` starts here
-from . import _requirements as _requirements  # second: nothing below meets a JAX too old
+from . import _requirements as _requirements  # second: raises for a JAX that is too old
 from . import quantizers as quantizers
 from ._backends import extension as _extension
 from ._backends.call import DISABLED_EXPORT_CHECKS as DISABLED_EXPORT_CHECKS

@@ -31,7 +31,7 @@ def check_transformers(folder: str, logits: str, tokens: list[int]) -> None:
 
 
 def check_llama_cpp(file: str, logits: str, tokens: list[int]) -> None:
-    float32 = {"type_k": 0, "type_v": 0}  # of the cache
+    float32 = {"type_k": 0, "type_v": 0}  # dtype of the cache
     options = {"n_ctx": 512, "n_threads": 2, "logits_all": True, "verbose": False}
     model = importlib.import_module("llama_cpp").Llama(file, **options, **float32)
     model.eval(tokens)

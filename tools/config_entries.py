@@ -63,7 +63,7 @@ def entries(cls: Any, package: str = "") -> dict[str, Any]:
 
 
 def read_elsewhere(cls: Any, package: str) -> set[str]:
-    """Entries that are no arguments: the constructors take them from `kwargs`, or the model's code
+    """Entries that are not arguments: constructors read them from `kwargs`, or the model's code
     reads them as attributes."""
     methods = ("__init__", "__post_init__", "convert_rope_params_to_dict")
     bases = [base for base in cls.__mro__ if "transformers" in base.__module__]

@@ -197,7 +197,7 @@ def _compiled_functions(module: str, offsets: Sequence[str]) -> list[Function]:
             continue  # made by a compiler
         lines = (ROOT / file).read_text(encoding="utf-8").splitlines()[int(number) - 1 :]
         if re.match(r"\s*(class|struct) ", lines[0]) or "}::~" in name:
-            continue  # a constructor or destructor that nobody wrote
+            continue  # an implicit constructor or destructor
         short = re.split(r"[(<]", name.replace("(anonymous namespace)::", ""))[0].split()[-1]
         short += " (lambda)" if "{lambda" in name else ""
         key = str(file), int(number)

@@ -31,12 +31,12 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 GOLDEN = ROOT / "tests/data/golden"
-ERROR = "!"  # begins what stands in place of the hashes of a problem that raised
+ERROR = "!"  # first character of the result of a problem that raised
 _PATHS = [str(ROOT / "tests/support"), str(ROOT / "tools")]
 sys.path[:0] = _PATHS
 run_programs = importlib.import_module("run_programs")
 
-# No autotuning on GPUs; on CPUs the code of XLA that every x86 machine with AVX2 runs.
+# No autotuning on GPUs; on CPUs, code of XLA that every x86 machine with AVX2 can run.
 _FLAGS = "--xla_gpu_autotune_level=0"
 if platform.machine() == "x86_64":
     _FLAGS += " --xla_cpu_max_isa=AVX2"
@@ -175,7 +175,8 @@ def _error(line: Mapping[str, Any]) -> str:
 
 
 def differences(want: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
-    """A line for each result that differs. Errors of one type are equal: their words may change."""
+    """A line for each result that differs. Errors of one type count as equal: their wording may
+    change."""
     lines = []
     for name, old in want.items():
         new = found.get(name)
@@ -194,7 +195,7 @@ def _bits(result: str) -> str:
 
 
 def unequal(found: Mapping[str, str]) -> list[str]:
-    """Problems whose results two runs of one build disagree about."""
+    """Problems with different results in two runs of one build."""
     return [f"{name}: {x[1:]}" for name, x in found.items() if x.startswith(f"{ERROR}two runs")]
 
 
@@ -226,7 +227,9 @@ def main() -> int:
         "--write", type=Path, help="write results to this file; with --only, replace these in it"
     )
     parser.add_argument("--against", metavar="SITE", help="a folder with another jaxlowbit")
-    parser.add_argument("--tool", type=Path, default=Path(__file__), help="that of the other build")
+    parser.add_argument(
+        "--tool", type=Path, default=Path(__file__), help="tools/golden.py of the other build"
+    )
     parser.add_argument("--problems", action="store_true", help="with --against: not the programs")
     parser.add_argument("--only", default="", help="a regular expression of names")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")

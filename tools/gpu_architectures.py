@@ -1,6 +1,6 @@
 """Prints the CMAKE_CUDA_ARCHITECTURES of this machine's GPUs, such as `90a-real`, or nothing.
 
-Nothing, where `nvidia-smi` finds no GPU that kernels are compiled for, is CMake's default: all.
+If `nvidia-smi` finds no GPU with kernels, it prints nothing, and CMake compiles for all.
 """
 
 import re
@@ -30,7 +30,8 @@ def capabilities() -> list[str]:
 
 
 def architectures(capabilities: Iterable[str]) -> list[str]:
-    """Machine code runs on later minor versions of its major version, and on no other."""
+    """Architectures for GPUs: machine code also runs on later minor versions of its major
+    version."""
     names, majors = built(), {int(found.partition(".")[0]) for found in capabilities}
     return [names[major] for major in names if major in majors]
 

@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Measures all points that the results lack."""
+    """Measures all points that are missing in the results."""
     known = (
         json.loads(options.results.read_text(encoding="utf-8")) if options.results.exists() else {}
     )
@@ -111,7 +111,7 @@ def loaded(
     reference: llm.LanguageModel,
     plans: dict[str, dict[str, str]],
 ) -> llm.LanguageModel:
-    """The model of a point; adds the rules of a plan to `plans`."""
+    """The model of a point. Adds the rules of a plan to `plans`."""
     if point == "stored":
         return reference
     name, _, quantizer = point.partition("/")

@@ -1,11 +1,11 @@
-"""Times GPTQ of the matrices of one decoder layer, for a whole model of such layers.
+"""Times GPTQ of a decoder layer, and estimates the time of a model of such layers.
 
     python tools/time_gptq.py                            # llama3-8b, 128 windows of 512 tokens
     python tools/time_gptq.py --model tiny --windows 4   # a dry run on a CPU
 
-Weights and inputs are random. A layer has the statistics of its four inputs, GPTQ of its seven
-matrices, and the products with floats and with rounded weights, which calibration runs for all
-tokens. The first layer compiles; the others are timed. The last line is JSON.
+Weights and inputs are random. The time of a layer includes the statistics of its four inputs, GPTQ
+of its seven matrices, and the products with float and with rounded weights, which calibration runs
+for all tokens. The first layer compiles; the others are timed. The last line is JSON.
 """
 
 import argparse
@@ -98,7 +98,7 @@ def batches(key: jax.Array, windows: int) -> list[jax.Array]:
 
 
 def inputs(key: jax.Array, k: int) -> jax.Array:
-    """Inputs of 8 windows, whose features differ in size."""
+    """Inputs of 8 windows; features differ in magnitude."""
     sizes = jnp.exp(jax.random.normal(jax.random.key(0), (k,)))
     return (jax.random.normal(key, (512 * WINDOWS_AT_ONCE, k)) * sizes).astype(jnp.bfloat16)
 

@@ -1,12 +1,12 @@
-"""Looks for wgmma operands that a kernel touches while the tensor cores may still use them.
+"""Finds accesses to operands of wgmma while the tensor cores may still use them.
 
     python tools/wgmma_hazards.py build/wheel/jaxlowbit/_ffi.abi3.so
 
-A wgmma reads its operand A from registers, and adds to its accumulators, after it was issued and
-until a `wgmma.wait_group` that covers it. What else the warp does to those registers meanwhile is a
-race that no compiler and no sanitizer reports: a wait for one group too few, or ptxas before CUDA
-13.3, which may give registers of operand A to something else too early. It is seen in the machine
-code: this follows every path through every kernel for sm_90a, knowing which products are under way.
+A wgmma reads its operand A from registers, and adds to its accumulators, from its issue until a
+`wgmma.wait_group` that covers it. Other accesses to those registers meanwhile are races, which no
+compiler and no sanitizer reports. Causes are a wait for one group too few, or ptxas before CUDA
+13.3, which may reuse registers of operand A too early. This tool follows every path through the
+machine code of every kernel for sm_90a, and tracks the products that are still running.
 
 Takes compiled modules, programs or cubins. Needs cuobjdump and nvdisasm, on PATH or from
 NVIDIA's pip wheels. The exit status is 1 if there is a hazard, or no wgmma at all.
@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 
 NO_REGISTERS = range(0)
-# More than a wait can leave under way. A loop that never waits would have ever more of them.
+# More groups than a wait can leave running; a loop without a wait would add groups forever.
 MOST_GROUPS = 16
 WGMMA = 0xDF0, 0xDF1, 0xDF3  # the lowest 12 bits of its instruction: of 16 bits, int8, float8
 SHOWN = 20  # hazards
@@ -42,7 +42,7 @@ LINE = re.compile(
 REGISTER = re.compile(r"\bR(\d+)")  # not UR4
 PREDICATE = re.compile(r"!?U?P[0-9T]")
 JUMP = re.compile(r"BRA|BRX|JMP|JMX|WARPSYNC")
-# Their first register is a source. The first one of any other instruction counts as its result.
+# Instructions whose first register is a source. For any other instruction, it is the result.
 WITHOUT_RESULT = re.compile(r"[DFI]SETP|HSETP2|FCHK|BAR|BRX|JMX|NANOSLEEP|RET|WARPSYNC")
 
 
@@ -132,7 +132,8 @@ class Kernel:
                 yield index + 1, under_way
 
     def _owners(self, products: frozenset[int]) -> tuple[dict[int, int], dict[int, int]]:
-        """Which of the products uses a register as operand A, and which as an accumulator."""
+        """For each register, the product with it as operand A, and the product with it as
+        accumulator."""
         operands = {r: p for p in products for block in self.registers(p).read for r in block}
         accumulators = {r: p for p in products for r in self.registers(p).written}
         return operands, accumulators
@@ -146,7 +147,7 @@ class Kernel:
                 return f"writes R{r}, operand A of {self._name(operands[r])}"
             if r in accumulators:
                 product = accumulators[r]
-                # Products that add to the same accumulators are computed one after another.
+                # Products with the same accumulators run one after another.
                 if not (_is_product(instruction) and self.registers(product).written == written):
                     return f"writes R{r}, an accumulator of {self._name(product)}"
         for r in itertools.chain(*read):
@@ -188,7 +189,8 @@ def _parse(sass: str) -> list[Instruction]:
 
 
 def _check_joins(code: list[Instruction], labels: dict[str, int]) -> None:
-    """Where divergent threads meet (BSYNC), they go on with the next instruction."""
+    """Checks that divergent threads, after they meet (BSYNC), continue with the next
+    instruction."""
     joins = set()
     for instruction in code:
         if instruction.opcode == "BSSY":
@@ -204,7 +206,7 @@ def _is_product(instruction: Instruction) -> bool:
 
 
 def _ends_path(instruction: Instruction) -> bool:
-    if instruction.opcode == "BRA":  # other operands than the target are conditions
+    if instruction.opcode == "BRA":  # operands except the target are conditions
         return not instruction.guard and "," not in instruction.operands
     return instruction.opcode in ("EXIT", "RET", "BRX", "JMP", "JMX") and not instruction.guard
 
@@ -216,7 +218,7 @@ def _registers(instruction: Instruction) -> Registers:
     width = _width(instruction)
     written = NO_REGISTERS
     if not WITHOUT_RESULT.fullmatch(instruction.opcode):
-        # Predicates may stand before the result.
+        # Predicates may precede the result.
         first = next((i for i, o in enumerate(operands) if not PREDICATE.fullmatch(o)), 0)
         if result := REGISTER.match(operands[first]):
             written = _block(int(result[1]), width)
@@ -240,10 +242,10 @@ def _registers_of_product(instruction: Instruction, operands: list[str]) -> Regi
 
 
 def _width(instruction: Instruction) -> int:
-    """Number of registers of an operand: 4, or 2 for one or two.
+    """Number of registers of an operand: 4, or 2 for operands of one or two registers.
 
-    One and two need no distinction: operands of several registers are aligned to their number, and
-    wgmma use four registers of operand A and pairs of accumulators.
+    One and two need no distinction, because operands are aligned to their size, and wgmma use four
+    registers of operand A and pairs of accumulators.
     """
     modifiers = instruction.modifiers.split(".")
     if "128" in modifiers or re.fullmatch("[DHI]MMA", instruction.opcode):
@@ -258,7 +260,7 @@ def _block(first: int, width: int) -> range:
 
 
 def kernels(module: Path) -> Iterator[tuple[str, str]]:
-    """Names and machine code of a module's kernels for sm_90a, but for cubins without a wgmma."""
+    """Names and machine code of a module's kernels for sm_90a, except cubins without a wgmma."""
     with tempfile.TemporaryDirectory() as folder:
         _run("cuobjdump", "-arch", "sm_90a", "-xelf", "all", str(module.resolve()), cwd=folder)
         for cubin in sorted(Path(folder).iterdir()):
@@ -271,7 +273,7 @@ def kernels(module: Path) -> Iterator[tuple[str, str]]:
 
 
 def _may_multiply(cubin: bytes) -> bool:
-    """Whether a cubin may hold a wgmma: to disassemble one takes seconds."""
+    """Whether a cubin may contain a wgmma. Disassembling a cubin takes seconds."""
     halves = np.frombuffer(cubin, "<u8", len(cubin) // 16 * 2)
     return bool(np.isin(halves[::2] & 0xFFF, WGMMA).any())
 

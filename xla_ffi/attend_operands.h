@@ -166,7 +166,7 @@ inline ffi::Error DecodeAttend(const AttendBuffers& b, Attributes* attributes, A
   return error.failure() ? error : CheckAttendSizes(*a);
 }
 
-// Sets the pointers of an attention to those of its operands and results. `norms`: one for query and key, or null.
+// Sets the pointers of an attention to its operands and results. `norms`: one for query and key, or null.
 inline void SetPointers(void* const* operands, void* const* results, bool query_norm, bool key_norm,
                         Attend* a) {
   const auto floats = [&](int i) { return static_cast<const float*>(operands[i]); };

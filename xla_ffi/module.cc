@@ -163,7 +163,8 @@ std::string Unsupported(const std::vector<int64_t>& product, int compute_capabil
   return Supports(FindKernel(kernel), problem, device).reason;
 }
 
-// What the kernels of a product are compiled for where they run: "codebooks"; "" if every GPU has a prebuilt one.
+// The property of a product that requires compilation at first use, such as "codebooks"; "" if every GPU has a
+// prebuilt kernel.
 std::string CompiledFor(const std::vector<int64_t>& product) {
   const QuantizedMatmul problem = ProductOf(product);
   if (Is8Bit(problem.lhs)) return "8-bit activations";

@@ -23,7 +23,7 @@ def _make(codes: Any, format: Format) -> Any:
     if format == formats.MXFP4:
         return helper.A16W4_MXFP(device=_DEVICE, dtype=dtype).from_weights(qvalue, scale)
     if format == formats.NVFP4:
-        # The package divides by this one.
+        # GemLite divides by the tensor scale.
         inverse = 1 / codes.tensor_scale
         packer = helper.A16W4_NVFP(device=_DEVICE, dtype=dtype)
         return packer.from_weights(qvalue, scales=scale, meta_scale=inverse)
@@ -41,11 +41,11 @@ def _call(x: Any, layer: Any) -> Any:
 
 def _unsupported(format: Format, dtype: str) -> str | None:
     if format.zero == "float" or dtype == "float32":
-        return "its zeros are in units of codes, and its activations 16 bits"
+        return "its zeros are codes, and its activations have 16 bits"
     if format in (formats.FP8, formats.MXFP4, formats.NVFP4):
         return None
     if format.codebook is not None or format.scale is not None:
-        return "the adapter has e4m3 per channel, mxfp4 and nvfp4 besides integers"
+        return "besides integers, the adapter has e4m3 per channel, mxfp4 and nvfp4"
     grouped = format.group_size != -1
     if format.bits not in (1, 2, 4, 8) or (grouped and format.group_size % 32):
         return "it has 1, 2, 4 and 8 bits, in groups of multiples of 32 or per channel"

@@ -1,4 +1,4 @@
-"""tokamax: its grouped product with one group, by the implementation that it picks."""
+"""tokamax: its grouped product with one group, in the implementation that tokamax selects."""
 
 from importlib import import_module
 from typing import Any

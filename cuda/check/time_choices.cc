@@ -48,8 +48,8 @@ void Thin(Ranked* ranked) {
   ranked->resize(kMaxPerKernel);
 }
 
-// The choices worth timing, as candidates for the fastest or as data for the model: a subset of the choices with costs
-// up to kMaxCostRatio times the minimum, and each kernel's own choice.
+// The choices to time: each kernel's own choice, and a subset of those with costs up to kMaxCostRatio times the
+// minimum. The fastest is among the cheap ones; the others are data for the cost model.
 std::vector<Choice> ChoicesToTime(const QuantizedMatmul& problem, const Device& device,
                                   double* min_cost) {
   std::vector<Ranked> kernels;

@@ -61,10 +61,10 @@ __global__ void Delay(int64_t clocks) {
   }
 }
 
-// The normalizations of one GPU, a round with buffers of its own each.
+// The normalizations of one GPU, each round with separate buffers.
 class Member {
  public:
-  // Its partial sums are those of rank `first`, or the sums of ranks `first` to `last`.
+  // Adds the partial sums of ranks `first` to `last`.
   Member(int device, int first, int last, int64_t rows, int64_t columns, int rounds)
       : device_(device), rows_(rows), columns_(columns), rounds_(rounds) {
     Use();

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Dequantization of codebooks: a lane's state for its two rows of an atom, g and g + 8, in one group. rows.cuh does the
-// same for integers. Weights, or accumulators, are scaled by 2^-kDown.
+// Dequantizes codebook formats: the state of a lane for its two rows (g and g + 8) of an atom in one group. rows.cuh is
+// the same for integers. Weights, or accumulators if scales multiply those, include the factor 2^-kDown.
 #pragma once
 
 #include <type_traits>
@@ -21,7 +21,7 @@ inline constexpr int kCodebookShift = !std::is_same_v<T, __nv_bfloat16> ? 0
                                       : kCodebook == Codebook::kE2m1    ? 5
                                                                         : 0;
 
-// Products with scaled weights, integer or codebook, are scaled by 2^-kProductShift.
+// Accumulators of products with scaled weights, integer or codebook, include the factor 2^-kProductShift.
 template <typename T, typename S, Codebook kCodebook>
 inline constexpr int kProductShift = kCodebookShift<T, S, kCodebook>;
 template <typename T, typename S>
@@ -34,7 +34,7 @@ __device__ inline void MultiplyRows(const uint32_t (&factor)[2], uint32_t (&weig
   for (int j = 0; j < 4; ++j) weights[j] = Multiply<T>(weights[j], factor[j % 2]);
 }
 
-// Table codebooks: float32 numbers times the scale, rounded once.
+// Table codebooks: a weight is a float32 entry times the scale, rounded once to T.
 template <typename T, typename S, int kBits, int kDown>
 class TableRowPair {
  public:
@@ -63,16 +63,16 @@ class TableRowPair {
   }
 
  private:
-  // `code`: a quantized value. Bits above the lane number are ignored.
+  // Returns the entry of `code`. The shuffle ignores bits above the lane number.
   __device__ float Find(uint32_t code) const {
     return __shfl_sync(~0u, own_, static_cast<int>(code));
   }
 
-  float own_;  // the number in this lane
+  float own_;  // the entry in this lane
   float scale_[2];
 };
 
-// Float codebooks with any scale: numbers are multiplied by a power of two first, then by the scale.
+// Float codebooks with any scale: entries are multiplied by a power of two first, then by the scale.
 template <typename T, typename S, int kBits, Codebook kCodebook, int kDown>
 class NumberRowPair {
  public:
@@ -96,9 +96,9 @@ class NumberRowPair {
   RowScale<T, S> scale_[2];
 };
 
-// Which scales T can represent exactly after multiplication by the numbers' power of two, 2^kUp. kSupportsAll: all
-// scales, because kUp <= 0 or because e4m3 scales are below 2^9. kSupportsSome: also bf16 with scales that
-// SupportsAllScales().
+// Whether scales stay exact in T after multiplication by 2^kUp, the power of two that decoded entries lack.
+// kSupportsAll: for all scales, because kUp <= 0 or because e4m3 scales are below 2^9. kSupportsSome: at least for
+// scales that pass SupportsAllScales().
 template <typename T, typename S, Codebook kCodebook, int kDown>
 struct Fusing {
   static constexpr int kUp = Numbers<T, kCodebook>::kRaised - kDown;
@@ -113,7 +113,7 @@ struct Fusing<T, S, Codebook::kTable, kDown> {
   static constexpr bool kSupportsAll = false, kSupportsSome = false;
 };
 
-// Computes the weights of NumberRowPair with one multiplication, for scales that SupportsScales().
+// Computes the weights of NumberRowPair with one multiplication, for scales that pass SupportsScales().
 template <typename T, typename S, int kBits, Codebook kCodebook, int kDown>
 class FusedNumberRowPair {
  public:
@@ -190,7 +190,7 @@ class GroupedRowPair : public Fused {
   uint32_t factors_[kOwn];
 };
 
-// Scales multiply accumulators, for numbers exact in T: the partial sum of a group is scaled in float32.
+// Weights are unscaled entries, exact in T; the scale multiplies the partial sum of its group in float32.
 template <typename T, typename S, int kBits, Codebook kCodebook, int kDown>
 class NumberSumsRowPair {
  public:
@@ -213,7 +213,7 @@ class NumberSumsRowPair {
   float scale_[2];
 };
 
-// Channel scales (a single group) multiply accumulators. Weights are numbers times the scale's power of two, limited to
+// Channel scales (a single group) multiply accumulators. Weights are entries times the scale's power of two, limited to
 // stay exact, which keeps accumulators in the range of scaled weights. The caller multiplies accumulators by 2^kDown,
 // then by the rest of the scale, Factor().
 template <typename T, typename S, int kBits, Codebook kCodebook, int kDown>

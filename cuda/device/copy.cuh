@@ -113,8 +113,8 @@ __device__ inline void WaitCopies() {
   asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending) : "memory");
 }
 
-// Loads four 8 x 8 matrices of 16-bit values; lane i passes the address of row i % 8 of matrix
-// i / 8, and receives elements (lane / 4, 2 * (lane % 4)) and its right neighbour of each.
+// Loads four 8 x 8 matrices of 16-bit values; lane i passes the address of row i % 8 of matrix i / 8 and receives, of
+// each matrix, element (lane / 4, 2 * (lane % 4)) and its right neighbour.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions-ldmatrix
 __device__ inline void LoadMatrices(uint32_t (&fragment)[4], uint32_t shared) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"

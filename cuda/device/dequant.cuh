@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Quantized values to weights in registers: w = (q - z) * s, rounded once, bit-identical to the definition.
+// Converts quantized values to weights in registers: w = (q - z) * s, rounded once, bit-identical to the definition.
 //
 // There are no integer-to-float conversions. OR-ing an integer below 2^m into the mantissa of a constant adds it to the
 // constant (bf16: 0x4300 | q = 128 + q for q < 128; f16: 0x6400 | q = 1024 + q for q < 1024), so one logic instruction
@@ -92,8 +92,8 @@ __device__ inline void SeparateValues(const uint32_t (&packed)[kBits], int step,
   }
 }
 
-// Separates values for f16 at the highest bits at which they are still linear (subnormal or the smallest exponent): row g
-// from bit kLifted on, row g + 8 kSecondUp bits above.
+// LiftValues separates values for f16 at the highest bits that keep them an integer times the smallest subnormal
+// (subnormal or the smallest exponent): row g starts at bit kLifted, row g + 8 kSecondUp bits above.
 template <int kBits>
 inline constexpr int kLifted = 11 - kBits - kSecondUp<kBits>;
 

@@ -13,8 +13,8 @@ struct alignas(kCount * sizeof(T) < 16 ? kCount * sizeof(T) : 16) Vector {
   T at[kCount];
 };
 
-// Loads the lhs columns of stored rows first to first + kCount - 1; `first` is a multiple of kCount. `part`: rows per
-// permuted part.
+// Loads the lhs columns of the stored rows `first` to first + kCount - 1; `first` is a multiple of kCount. `part`: rows
+// per shard; the permutation stays within each shard.
 template <int kCount>
 __device__ inline void LoadColumns(const int32_t* permutation, int first, int part,
                                    int (&columns)[kCount]) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Dequantization of integers: a lane's state for its two rows of an atom, g and g + 8, in one group.
+// Dequantizes integers: the state of a lane for its two rows (g and g + 8) of an atom in one group.
 #pragma once
 
 #include <type_traits>
@@ -18,7 +18,7 @@ class RowPair {
   __device__ void Start(bool float_zeros) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      // Float zeros are added to the quantized values as they are.
+      // With float zeros, no zero point is subtracted.
       zero_point_[h] = ZeroPoint<T, kBits>::Of(float_zeros ? 0 : 1 << (kBits - 1));
       offset_[h] = RowScale<T, S>::NegativeZero();
     }
@@ -69,7 +69,7 @@ class ScaledRowPair {
   __device__ void Start(bool float_zeros) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      // Float zeros are added to the quantized values as they are.
+      // With float zeros, no zero point is subtracted.
       zero_point_[h] = float_zeros ? ZeroPoint::Of(0) : ZeroPoint::OfPowerOfTwo(kBits - 1);
       offset_[h] = RowScale<T, S>::NegativeZero();
     }
@@ -105,8 +105,8 @@ class ScaledRowPair {
 template <typename T, int kBits>
 inline constexpr bool kCanFuse = std::is_same_v<T, __nv_bfloat16> || kBits <= 4;
 
-// Bit-identical to ScaledRowPair, but one fma per pair of weights, on quantized values in place. For float zeros or
-// none, and for scales of type T that SupportsScales(). Scales are multiplied by the power of two from a subnormal's
+// Bit-identical to ScaledRowPair, with one fma per pair of weights on quantized values in place. Requires float zeros
+// or none, and scales of type T that pass SupportsScales(): they are multiplied by the power of two from a subnormal's
 // unit to 2^-kWeightShift, so they must be small. Without zeros, the offset 2^(kBits - 1) * scale is exact.
 template <typename T, int kBits>
 class FusedRowPair {
@@ -255,7 +255,7 @@ class SuperRowPair : public IntegerRowPair<T, Super, kBits> {
   using Base = IntegerRowPair<T, Super, kBits>;
 
  public:
-  // Operand A that sums lhs, in units of the integers.
+  // Operand A of a product that sums lhs; scaled by 2^-kDown like the integers.
   static constexpr uint32_t kOnes = PowersOfTwo<T>(-Base::kDown);
 
   // Loads the floats of a super-block; call before loading its groups. Addresses point to row g in shared memory.

@@ -81,7 +81,7 @@ inline constexpr uint32_t kEightRows = 1024 >> 4, kSwizzle128 = 1 << 30;
 template <typename T, int kN>
 struct WarpgroupMma;
 
-// Operands of the assembly: registers of d, and their places in its text.
+// Lists of the registers of d: asm operands (D) and their placeholders in the instruction's text (TEXT).
 #define JAXLOWBIT_D8(c, d, i) \
   c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3]), c(d[i + 4]), c(d[i + 5]), c(d[i + 6]), c(d[i + 7])
 #define JAXLOWBIT_D16(c, d, i) JAXLOWBIT_D8(c, d, i), JAXLOWBIT_D8(c, d, i + 8)
@@ -151,7 +151,7 @@ struct WarpgroupMma;
 JAXLOWBIT_WARPGROUP_MMAS(__nv_bfloat16, "bf16")
 JAXLOWBIT_WARPGROUP_MMAS(__half, "f16")
 
-// Computes d[64][kN] = a[64][32] * b[32][kN], of 8 bits, added to d if `adds` is not 0.
+// Computes d[64][kN] = a[64][32] * b[32][kN] with 8-bit operands, added to d if `adds` is not 0.
 template <typename T, int kN>
 struct WarpgroupMmaBytes;
 

@@ -23,8 +23,8 @@ struct EpilogueParams {
   bool any;  // false: results are the accumulators, without units
 };
 
-// Kernel parameters of the units. Separate from EpilogueParams, because the placement of the other parameters in the
-// constant bank affects speed.
+// Kernel parameters of the units (problem.h): tensor or channel scales. Separate from EpilogueParams, because the
+// placement of the other parameters in the constant bank affects speed.
 struct UnitParams {
   const float* data;     // [num_weights, count]; null: 1
   const int32_t* index;  // null: weight min(product, num_weights - 1)
@@ -128,7 +128,8 @@ __device__ void Activate(Activation activation, float (&x)[kCount]) {
     case Activation::kRelu:
       return each([](float y) { return Relu(y); });
     case Activation::kGptOss:
-      return each([](float y) { return TimesSigmoid(kGptOssForm, y > kGptOssLimit ? kGptOssLimit : y); });
+      return each(
+          [](float y) { return TimesSigmoid(kGptOssForm, y > kGptOssLimit ? kGptOssLimit : y); });
   }
 }
 

@@ -12,7 +12,7 @@ namespace jaxlowbit {
 inline constexpr double kCodebookAtoms[] = {JAXLOWBIT_CODEBOOKS(JAXLOWBIT_COST)};
 #undef JAXLOWBIT_COST
 
-// The same cost of merging the planes of 5 to 7 bits, compared to 8-bit weights of the same size in bytes
+// The cost of merging the planes of 5 to 7 bits, compared to 8-bit weights of the same size in bytes
 // (docs/measurements/widths_5_to_7.md).
 inline constexpr double kPlanesAtom = 0.027;
 

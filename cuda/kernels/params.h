@@ -30,7 +30,7 @@ inline UnitParams UnitsOf(const QuantizedMatmul& problem) {
   return {nullptr, nullptr, problem.num_weights, problem.epilogue.units};
 }
 
-// A table codebook's numbers, repeated to fill the lanes of a warp; unspecified for other codebooks.
+// Entries of a table codebook, repeated to fill the lanes of a warp; unspecified for other codebooks.
 template <typename B>
 TableParams TableOf(const QuantizedMatmul& problem, const B& buffers) {
   TableParams table = {};
@@ -53,8 +53,12 @@ inline WideDivider WideDivideBy(int64_t divisor) {
 
 // `columns`: tiles along n.
 inline RaggedParams RaggedOf(const QuantizedMatmul& problem, int64_t columns) {
-  return {nullptr, nullptr, static_cast<int>(problem.groups_of_rows),
-          static_cast<int>(problem.experts()), static_cast<int>(problem.m), WideDivideBy(columns)};
+  return {nullptr,
+          nullptr,
+          static_cast<int>(problem.groups_of_rows),
+          static_cast<int>(problem.experts()),
+          static_cast<int>(problem.m),
+          WideDivideBy(columns)};
 }
 
 // Atoms per group along k, and groups per atom; at least 1.

@@ -76,9 +76,9 @@ cudaError_t Combine(const Attend& attend, const Params& params, const Device& de
 
 }  // namespace
 
-// Minimizes the sequential work of a warp, in units of slots: its units, one for the start, one for the second kernel,
-// and a fraction (below) per split that this kernel adds. One CTA per SM saturates bandwidth, so time is proportional
-// to CTAs per SM.
+// Minimizes the sequential work of a warp, counted in units of kUnit slots: its own units, one for the start, one for
+// the second kernel, and a fraction (below) per split that the second kernel adds. One CTA per SM saturates bandwidth,
+// so time is proportional to CTAs per SM.
 int AttendSplits(const Attend& attend, const Device& device, int64_t workspace_bytes) {
   if (attend.batch == 0) return 1;
   const Variant variant = Find(attend);

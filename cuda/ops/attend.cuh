@@ -522,7 +522,7 @@ class WarpAttention {
 
   const float scale_;
   const uint32_t new_rows_;
-  // A lane's matrix for ldmatrix, and its rows: of queries and values, and of keys.
+  // This lane's matrix in ldmatrix, and the rows whose addresses it passes: of queries and values, and of keys.
   int matrix_, value_row_, key_row_;
   uint32_t query_[S::kQueryInRegisters ? kSteps : 1][4];
   float top_[kHalves], total_[kHalves], sums_[2 * kSteps][4] = {};

@@ -48,7 +48,7 @@ struct Attend {
 
   void *keys = nullptr, *values = nullptr;  // [batch, slots, kv_heads, head_size]
   const int32_t* slot =
-      nullptr;  // [], that is written, of every sequence; none if it is not one of the slots
+      nullptr;  // []: the slot to write, the same in every sequence; out of range: none
   const int32_t* position = nullptr;  // [batch], positions of the queries
 
   // [batch, slots], positions of the slots, including the written one; -1: empty

@@ -50,8 +50,8 @@ cudaError_t EnablePeers(const std::vector<int>& devices) {
   return cudaSuccess;
 }
 
-// Empties the memory of one rank: all bits of an inbox are 1 (exchange.cuh). Uses a stream of its own, since other
-// streams may contain kernels that wait for a peer.
+// Empties the memory of one rank: all bits of an inbox are 1 (exchange.cuh). Uses a separate stream, since other streams
+// may contain kernels that wait for a peer.
 cudaError_t Empty(const Group& group, size_t rank) {
   cudaStream_t stream = nullptr;
   cudaError_t error = cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);

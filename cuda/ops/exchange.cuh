@@ -4,7 +4,7 @@
 //
 // A warp sends its columns of a row to the inboxes of all peers, then polls the same columns in its own inbox. A float is
 // its own flag: an inbox is filled with kNotThere, a NaN that is never sent. So nothing but the atomicity of 4-byte
-// elements is assumed, no fence is needed, and each float crosses the link once. The receiver refills what it has read.
+// elements is assumed, no fence is needed, and each float crosses the link once. The receiver refills an element after reading it.
 //
 // Inboxes have two halves for odd and even rounds. A device sends round r + 2 of a row only after it has received all
 // of round r + 1 from a peer. The peer's kernel of round r has ended by then, so it has read and refilled the half.
@@ -103,8 +103,8 @@ __device__ inline void StopGroup(const Exchange& e, int from) {
   for (int i = 0; i < e.parts; ++i) StoreToSystem(&e.states[i]->stopped, 1u);
 }
 
-// A lane's share of the exchange of one row. All lanes of a warp construct it together, and `warp` is the warp's number
-// among those of the row.
+// A lane's share of the exchange of one row. All lanes of a warp construct it together. `warp`: the warp's number in the
+// row.
 class RowExchange {
  public:
   __device__ RowExchange(const Exchange& e, int row, int warp) : e_(e), row_(row) {
@@ -153,7 +153,7 @@ class RowExchange {
   __device__ int peers() const { return e_.parts - 1; }
   __device__ int RankOf(int peer) const { return peer < e_.rank ? peer : peer + 1; }
 
-  // Adds own values and those of the peers, so many at once. Returns false if the group stops.
+  // Adds this device's values and the peers', kAtOnce peers at a time. Returns false if the group stops.
   template <int kAtOnce>
   __device__ bool AddAll(int vector, const float (&values)[kExchangeColumns],
                          float (&sums)[kExchangeColumns]) const {

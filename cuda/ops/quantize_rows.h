@@ -20,13 +20,14 @@ struct QuantizeRows {
   int64_t rows, columns;
   const void* floats;   // [rows, columns]
   const float* factor;  // [columns], divides the columns first; null for none
-  void* values;         // [rows, padded columns], interleaved; wide, bfloat16 in order
+  void* values;         // [rows, padded columns], interleaved; if `wide`, bfloat16 in column order
   float* scale;         // [rows]
   // Requires that the previous kernel in the stream belongs to the same call: a kernel before the call may have written
   // weights, which the following product loads without waiting.
   bool pdl = false;
-  // The product may start with this kernel instead of after its loads. Its weight loads then delay the loads of rows,
-  // which is slower with 4-bit weights, whose first stages are most of the weights.
+  // The product may start together with this kernel; otherwise it starts when this kernel has loaded its rows. Starting
+  // together is slower with 4-bit weights: the product's first stages are most of the weights, and their loads delay
+  // the rows.
   bool early = false;
   bool wide = false;
 };

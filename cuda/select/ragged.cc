@@ -25,7 +25,8 @@ int64_t ExpectedBlocks(const QuantizedMatmul& problem, int block_m) {
 }
 
 int64_t MaxBlocks(const QuantizedMatmul& problem, int block_m) {
-  constexpr int64_t kWithoutWeight = 2;  // ranges of rows: before and behind the groups with weights
+  constexpr int64_t kWithoutWeight =
+      2;  // ranges of rows: before and behind the groups with weights
   return std::min(problem.m, problem.m / block_m + problem.experts() + kWithoutWeight);
 }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Ragged products on the host: sizes of groups are known only on the device, so plans and costs are those of a dense
-// batch of blocks of rows (device/schedule/ragged.cuh).
+// Ragged products on the host: sizes of groups are known only on the device, so plans and costs assume a dense batch of
+// blocks of rows (device/schedule/ragged.cuh).
 #pragma once
 
 #include <cstdint>

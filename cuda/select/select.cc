@@ -96,13 +96,13 @@ Support SupportsOnHopper(Kernel kernel, const QuantizedMatmul& problem, const De
   return {};
 }
 
-// Rows of the blocks by which Hopper's kernels may compute a ragged product.
+// Possible rows of a block in ragged products of qmm_sm90_stream.
 constexpr int kStreamBlocks[] = {8, 16, 32};
 
-// Their table is in shared memory.
+// Maximum experts of a ragged product, whose table is in shared memory.
 constexpr int64_t kMaxExperts = 512;
 
-// Whether one of Hopper's kernels supports a ragged product. Its instances are compiled where they run.
+// Whether one of Hopper's kernels supports a ragged product. Its instances are compiled at first use.
 Support SupportsRagged(const QuantizedMatmul& problem, const Device& device) {
   if (problem.batch != 1 || problem.transposed || problem.permuted_parts > 0 ||
       Is8Bit(problem.lhs) || problem.apply_lhs_scale) {
@@ -124,8 +124,9 @@ Support SupportsRagged(const QuantizedMatmul& problem, const Device& device) {
   return Supports(Kernel::kQmmSm90, blocks, device);
 }
 
-// The cheapest choice for a ragged product, by the cost of the expected blocks. Choices that only wait for the memory
-// cost the same: then the one with the smallest blocks and, of qmm_sm90_stream, the largest tiles of channels.
+// The cheapest choice for a ragged product, by the cost of the expected blocks. Choices that only wait for memory
+// cost the same; of these, selects the one with the smallest blocks and, for qmm_sm90_stream, the largest tiles of
+// channels.
 Choice SelectRagged(const QuantizedMatmul& problem, const Device& device) {
   constexpr double kSame = 0.97;
   Choice best;
@@ -139,9 +140,9 @@ Choice SelectRagged(const QuantizedMatmul& problem, const Device& device) {
     const QuantizedMatmul blocks = BlocksOf(problem, block_m);
     if (!Supports(Kernel::kQmmSm90Stream, blocks, device)) continue;
     std::vector<Choice> choices = sm90_stream::Choices(blocks);
-    std::stable_sort(
-        choices.begin(), choices.end(),
-        [](const Choice& left, const Choice& right) { return left.slices > right.slices; });
+    std::stable_sort(choices.begin(), choices.end(), [](const Choice& left, const Choice& right) {
+      return left.slices > right.slices;
+    });
     for (const Choice& choice : choices) {
       // One tile at a time, with work for all warps.
       if (sm90_stream::kMaxTileSlices % choice.slices != 0) continue;
@@ -245,7 +246,7 @@ Support Supports(const QuantizedMatmul& problem, const Device& device) {
             " and n=" + number(problem.n)};
   }
   if (problem.scale != ElementType::kSuper) return {};
-  // Only one kernel supports scales of two levels, so its limits apply to all products with them.
+  // Only one kernel supports two-level scales, so its limits apply to all products with them.
   if (!DividesSuperBlock(problem.group_size)) {
     return {"scales of two levels are read in groups of 16, 32, 64 or 128"};
   }

@@ -41,8 +41,8 @@ jax.export.export(jax.jit(lambda x, q: x @ q), disabled_checks=DISABLED_EXPORT_C
 """
 
 VERSIONS = {"schema": np.int64(ffi.SCHEMA), "layout_version": np.int64(layout.VERSION)}
-"""Attributes of every call, with the function that errors name as `caller`: the versions that the
-library must have to run it."""
+"""Versions that the library must have to run a call. These are attributes of every call, as is
+`caller`, the name of the function for errors."""
 
 INTERLEAVED = 16
 """Number of columns of 8-bit activations that are interleaved."""
@@ -82,7 +82,7 @@ def stored(
     """The arrays of a stack with leading axes flattened; 8-bit scales may be given as bits.
 
     `lhs`: the dtype of lhs, or None to keep the dtype of scales. Kernels read scales (and float
-    zeros) of 8 bits, of the dtype of lhs, or float32, to which others are converted exactly.
+    zeros) of 8 bits, of the dtype of lhs, or float32; others are converted to float32 exactly.
     """
     if format.scale is not None:
         scale = of_codes(scale, format)
@@ -132,7 +132,7 @@ def record(format: Format, lhs: Any, scale: Any, **fields: Any) -> list[int]:
 
 @dataclasses.dataclass
 class Call:
-    """A custom call under construction, with the function that errors name.
+    """A custom call under construction; `caller` is the name of the function for errors.
 
     A place identifies a buffer: `operand` and `result` return places, products and steps take them.
     `at` contains the array, or the shape and dtype, at each place.
@@ -236,7 +236,7 @@ class Call:
 
         The workspace is for partial sums, and for copies of buffers that kernels cannot use
         directly: slices that XLA fuses into a call may be unaligned, and a result may overlap an
-        operand (`cuda/placement.h`). Packed weights are not copied.
+        operand (`cuda/plan.h`). Packed weights are not copied.
 
         - `sums`: bytes of partial sums, if another step needs more than the products.
         - `aliases`: operands that results overwrite, as in `jax.ffi.ffi_call`.

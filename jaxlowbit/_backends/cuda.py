@@ -61,7 +61,7 @@ def unsupported_activations(
 
 
 def unsupported_few_rows(rows: int, format: Format, k: int) -> str | None:
-    """Returns None if the kernel of Hopper for small M multiplies rounded rows in bfloat16."""
+    """Returns None if the Hopper kernel for small M multiplies rounded rows in bfloat16."""
     product = call.record(format, EXACT, EXACT, m=rows, k=k, apply_lhs_scale=True)
     return ffi.unsupported(product, HOPPER, "qmm_sm90_stream") or None
 
@@ -78,7 +78,7 @@ def _of_bytes(values: jnp.dtype, format: Format, k: int) -> list[int]:
 def reads_super_blocks(
     lhs: jnp.dtype, m: Any, k: int, n: int, format: Format, *, transposed: bool = False
 ) -> bool:
-    """Whether Hopper kernels read scales of two levels directly in a product of m rows, also in a
+    """Whether Hopper kernels read two-level scales directly in a product of m rows, also in a
     gated pair; otherwise XLA expands them."""
     if not isinstance(m, int) or m == 0 or lhs == jnp.float32 or format.codebook is not None:
         return False

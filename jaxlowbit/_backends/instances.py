@@ -33,7 +33,7 @@ class Compiled(NamedTuple):
 def of_format(format: Format, lhs: jnp.dtype, scale: jnp.dtype, capability: int) -> list[Instance]:
     """All instances that products of a format may need and that are compiled at run time.
 
-    Instances for small M read scales of two levels; all others have float scales.
+    Instances for small M read two-level scales; all others have float scales.
     """
     if format.scale == "two_level":
         floats = of_format(format.expanded, lhs, jnp.dtype("float32"), capability)

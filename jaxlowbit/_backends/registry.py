@@ -21,7 +21,7 @@ class Backend(Protocol):
     def unsupported(
         self, lhs: jnp.dtype, format: Format, *, sizes: Sequence[int], transposed: bool, built: bool
     ) -> str | None:
-        """As `registry.unsupported`; `format` has no scales of two levels: XLA may expand them."""
+        """As `registry.unsupported`; `format` has no two-level scales: XLA may expand them."""
         ...
 
     def lower(self, problem: Problem, operands: Operands, target: Target) -> Callable[..., Array]:

@@ -38,7 +38,7 @@ class Product(NamedTuple):
 
     def record(self) -> list[int]:
         """The product as the compiled library compares it."""
-        scale = self.scale if self.scale == self.lhs else "float32"  # to which kernels widen it
+        scale = self.scale if self.scale == self.lhs else "float32"  # kernels widen other dtypes
         return call.record(self.format, self.lhs, scale, m=self.m, n=self.n, k=self.k)
 
 
@@ -83,7 +83,7 @@ def choose(
     product = call.record(
         format,
         EXACT if parts > 1 else lhs,
-        floats if scale == floats else "float32",  # to which `call.stored` widens scales
+        floats if scale == floats else "float32",  # `call.stored` widens other scales
         batch=batch,
         m=parts * m,
         n=n,

@@ -85,8 +85,8 @@ def quantized_block(
     caller = "quantized_block"
     if following is not None and not _is_pair(following):
         raise TypeError(
-            f"{caller}: following is {checks.brief(following)}, but it is a pair of scales and of "
-            "a sequence of weights, or None."
+            f"{caller}: following is {checks.brief(following)}, but it must be a pair of scales "
+            "and of a sequence of weights, or None."
         )
     following_norm, following_weights = (None, ()) if following is None else following
     weights = (out, gate_up, down, *following_weights)

@@ -58,8 +58,8 @@ def quantized_glu(
     epilogue.check_activation("quantized_glu", activation)
     if gate_up.ndim != 3 or gate_up.shape[0] != 2:
         raise ValueError(
-            f"quantized_glu: gate_up has shape {gate_up.shape}, but it is two matrices (2, k, n), "
-            "gate and up; stack them before they are quantized."
+            f"quantized_glu: gate_up has shape {gate_up.shape}, but it must be two matrices (2, k, "
+            "n), gate and up; stack them before they are quantized."
         )
     caller = "quantized_glu"
     lhs = checks.array(caller, "lhs", lhs, "activations (..., k)")

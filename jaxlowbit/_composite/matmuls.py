@@ -50,8 +50,8 @@ def quantized_matmuls(
     """
     if not isinstance(rhss, Sequence) or isinstance(rhss, str):
         raise TypeError(
-            f"quantized_matmuls: rhss is {checks.brief(rhss)}, but it is a sequence of matrices; "
-            "pass a tuple of them."
+            f"quantized_matmuls: rhss is {checks.brief(rhss)}, but it must be a sequence of "
+            "matrices; pass a tuple of them."
         )
     check_all_quantized("quantized_matmuls", "rhss", rhss)
     if not rhss:

@@ -62,12 +62,12 @@ def quantized_mlp(
     epilogue.check_activation("quantized_mlp", activation)
     if gate_up.ndim != 3 or gate_up.shape[0] != 2:
         raise ValueError(
-            f"quantized_mlp: gate_up has shape {gate_up.shape}, but it is two matrices (2, k, f), "
-            "gate and up; stack them before they are quantized."
+            f"quantized_mlp: gate_up has shape {gate_up.shape}, but it must be two matrices (2, k, "
+            "f), gate and up; stack them before they are quantized."
         )
     if down.ndim != 2 or down.k != gate_up.n:
         raise ValueError(
-            f"quantized_mlp: down has shape {down.shape}, but it is one matrix (f, n) with "
+            f"quantized_mlp: down has shape {down.shape}, but it must be one matrix (f, n) with "
             f"f={gate_up.n}, as gate_up has shape {gate_up.shape}; pass the down projection."
         )
     caller = "quantized_mlp"

@@ -52,8 +52,8 @@ def quantized_moe(
     **Arguments:**
 
     - `x`: float32, bfloat16 or float16 (..., k), the tokens.
-    - `expert`: integers (..., top), the experts of each token. Choices of experts that are not
-      here contribute zero, whatever their weight; an expert that occurs twice counts twice.
+    - `expert`: integers (..., top), the experts of each token. Choices of experts on other
+      devices contribute zero, whatever their weight; an expert that occurs twice counts twice.
     - `weight`: float32, bfloat16 or float16 (..., top), the factors of the choices, as the router
       made them: they need not add up to 1.
     - `gate_up`: (2, experts, k, hidden), gate first: `quantize(jnp.stack([gate, up]), format)`.
@@ -61,8 +61,9 @@ def quantized_moe(
     - `activation`: as for pairs of `quantized_ragged_dot`.
     - `gate_up_bias`, `down_bias`: float32, bfloat16 or float16, (2, experts, hidden) and
       (experts, n), or None.
-    - `group_offset`: None if all experts are here. Otherwise an integer, () or (1,), perhaps
-      traced: the number of the first expert of this device. The sum over devices is the result.
+    - `group_offset`: None if all experts are on this device. Otherwise an integer, () or (1,),
+      perhaps traced: the number of the first expert of this device. The sum over devices is the
+      result.
     - `lhs_qtype`: None, or the 8-bit dtype of rows before both products, as for `quantized_matmul`.
     - `preferred_element_type`, `out_sharding`: for the result, as for `quantized_matmul`.
     - `precision`, `backend`: for every product.
@@ -141,7 +142,8 @@ class _Moe(Call):
         first = jnp.clip(offset, -experts, jnp.iinfo(jnp.int32).max - experts)
         here = (expert >= jnp.maximum(first, 0)) & (expert < first + experts)
         local = jnp.where(here, expert - first, experts).reshape(-1)
-        order = jnp.argsort(local, stable=True).astype(jnp.int32)
+        place = _places(local)
+        order = _inverse(place)
         every = jnp.arange(experts, dtype=jnp.int32)
         sizes = jnp.sum(local[:, None] == every[None, :], axis=0, dtype=jnp.int32)
         product = functools.partial(ragged_dot, sizes=sizes, offset=jnp.int32(0), dtype=self.dtype)
@@ -154,7 +156,6 @@ class _Moe(Call):
         )
         wide = self.options.replace(preferred_element_type=jnp.dtype("float32"))
         rows = product(hidden, down, bias=down_bias, activation=None, options=wide)
-        place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=jnp.int32))
         rows = rows[place].reshape(*expert.shape, down.n)
         factors = jnp.where(here, weight.astype(jnp.float32), 0)
         sums = jnp.zeros((*expert.shape[:-1], down.n), jnp.float32)
@@ -163,18 +164,38 @@ class _Moe(Call):
         return (sums.astype(self.options.out_dtype(x)),)
 
 
+def _inverse(order: Array) -> Array:
+    """The inverse of a permutation."""
+    number = jnp.arange(order.size, dtype=jnp.int32)
+    return jnp.zeros_like(order).at[order].set(number, unique_indices=True)
+
+
+COMPARED = 1024
+"""Maximum number of choices that are compared with each other, in one kernel, and not sorted."""
+
+
+def _places(experts: Array) -> Array:
+    """The place of each choice (r,) in a stable sort by expert."""
+    number = jnp.arange(experts.size, dtype=jnp.int32)
+    if experts.size > COMPARED:
+        return _inverse(jnp.argsort(experts, stable=True).astype(jnp.int32))
+    own, other = experts[:, None], experts[None, :]
+    before = (other < own) | ((other == own) & (number[None, :] < number[:, None]))
+    return jnp.sum(before, axis=1, dtype=jnp.int32)
+
+
 def _check_weights(gate_up: QuantizedArray, down: QuantizedArray) -> None:
     if gate_up.ndim != 4 or gate_up.shape[0] != 2:
         raise ValueError(
-            f"quantized_moe: gate_up has shape {gate_up.shape}, but it is a gate and an up of each "
-            "expert, (2, experts, k, hidden); stack them before they are quantized."
+            f"quantized_moe: gate_up has shape {gate_up.shape}, but it must be a gate and an up of "
+            "each expert, (2, experts, k, hidden); stack them before they are quantized."
         )
     _, experts, _, hidden = gate_up.shape
     if down.shape[:-1] != (experts, hidden):
         raise ValueError(
             f"quantized_moe: down has shape {down.shape}, but gate_up {gate_up.shape} has "
-            f"{experts} experts with {hidden} hidden features, so it is ({experts}, {hidden}, n); "
-            "pass the down projections of these experts."
+            f"{experts} experts with {hidden} hidden features, so it must be ({experts}, {hidden}, "
+            "n); pass the down projections of these experts."
         )
 
 
@@ -189,7 +210,7 @@ def _checked_choices(x: Array, expert: Any, weight: Any) -> tuple[Array, Array]:
         )
     if expert.ndim == 0 or expert.shape != weight.shape or expert.shape[:-1] != x.shape[:-1]:
         raise ValueError(
-            f"{caller}: expert has shape {expert.shape} and weight {weight.shape}, but both are "
-            f"(*tokens, top) for x {x.shape}; pass the choices of each token."
+            f"{caller}: expert has shape {expert.shape} and weight {weight.shape}, but both must "
+            f"be (*tokens, top) for x {x.shape}; pass the choices of each token."
         )
     return indexing.saturated(expert), weight

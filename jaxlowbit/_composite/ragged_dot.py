@@ -83,8 +83,8 @@ def quantized_ragged_dot(
     pairs = rhs.ndim == 4
     if rhs.ndim not in (3, 4) or (pairs and rhs.shape[0] != 2):
         raise ValueError(
-            f"{caller}: rhs has shape {rhs.shape}, but it is a stack of matrices (experts, k, n) "
-            "or of pairs (2, experts, k, n); use quantized_matmul for a single matrix."
+            f"{caller}: rhs has shape {rhs.shape}, but it must be a stack of matrices (experts, k, "
+            "n) or of pairs (2, experts, k, n); use quantized_matmul for a single matrix."
         )
     check_activation(caller, activation, pairs=pairs)
     options = Options.checked(caller, preferred_element_type, precision, out_sharding, backend)
@@ -92,8 +92,8 @@ def quantized_ragged_dot(
         lhs = checks.array(caller, "lhs", lhs, "activations (m, k)")
     if lhs.ndim != 2:
         raise ValueError(
-            f"{caller}: lhs has shape {lhs.shape}, but it is (m, k), with the rows of each group "
-            "together; reshape it."
+            f"{caller}: lhs has shape {lhs.shape}, but it must be (m, k), with the rows of each "
+            "group together; reshape it."
         )
     dtype = check_rows(caller, lhs, rhs, lhs_qtype, options)
     experts = rhs.shape[-3]
@@ -232,9 +232,10 @@ def _rows(array: Array, rows: Array) -> Array:
 class _Blocks(NamedTuple):
     """Blocks of rows, each of one expert; the first `used` have rows.
 
-    - `rows`: the rows of lhs of each block, (blocks, size); m for none.
+    - `rows`: (blocks, size), the row of lhs at each position of a block; m if there is none.
     - `expert`: (blocks,).
-    - `place`: (m,), the place of each row among the rows of all blocks; behind them for none.
+    - `place`: (m,), the position of each row of lhs in `rows`, flattened; the number of positions
+      for a row without an expert.
     """
 
     rows: Array
@@ -254,7 +255,7 @@ def _blocks(sizes: Array, offset: Array, m: int, experts: int) -> _Blocks:
     table = jnp.stack([starts, ends, lasts - counts])
 
     def owner(ends: Array, number: int) -> tuple[Array, Array]:
-        """The position in `ends` of the first that is larger, for each number from 0 on."""
+        """The numbers from 0 to `number` - 1, and for each the first expert with a larger end."""
         numbers = jnp.arange(number, dtype=int32)
         owners = jnp.sum(ends[None, :] <= numbers[:, None], axis=1, dtype=int32)
         return numbers, jnp.minimum(owners, experts - 1)
@@ -262,7 +263,7 @@ def _blocks(sizes: Array, offset: Array, m: int, experts: int) -> _Blocks:
     block, expert = owner(lasts, count)
     start, end, first = jnp.take(table, expert, axis=1, mode="clip")
     rows = (start + (block - first) * size)[:, None] + jnp.arange(size, dtype=int32)[None, :]
-    rows = jnp.where(rows < end[:, None], rows, m)  # also behind the last block with rows
+    rows = jnp.where(rows < end[:, None], rows, m)  # also in blocks without rows
     row, own = owner(ends, m)
     start, end, first = jnp.take(table, own, axis=1, mode="clip")
     place = jnp.where((row >= start) & (row < end), first * size + row - start, count * size)
@@ -282,7 +283,8 @@ def _bounds(sizes: Array, offset: Array, m: int, experts: int) -> Array:
 
 
 def _block_size(m: int, experts: int) -> int:
-    """Rows of a block: a power of two near the mean group, or half of it, so little is padded."""
+    """Rows of a block: a power of two near the mean group, or half of it, so there is little
+    padding."""
     mean = -(-m // experts)
     return min(1 << ((mean if mean < 64 else mean // 2).bit_length() - 1), 256)
 
@@ -298,7 +300,7 @@ def _expert(rhs: QuantizedArray, expert: Array) -> QuantizedArray:
 
 
 def check_activation(caller: str, activation: Any, *, pairs: bool, optional: bool = True) -> None:
-    """Raises for an unknown activation, and for gpt-oss's of matrices that are no pairs."""
+    """Raises for an unknown activation, and for gpt-oss's unless matrices are pairs."""
     names = get_args(GatedActivation if pairs else Activation)
     if not pairs and activation == "gpt_oss":
         raise ValueError(
@@ -336,14 +338,14 @@ def _checked_sizes(group_sizes: Any, experts: int, group_offset: Any) -> Array:
     sizes = checks.integers(caller, "group_sizes", group_sizes, "integers (groups,)")
     if not jnp.issubdtype(sizes.dtype, jnp.integer) or sizes.ndim != 1:
         raise ValueError(
-            f"{caller}: group_sizes is {checks.brief(sizes)}, but it is integers (groups,), the "
-            "number of rows of each group."
+            f"{caller}: group_sizes is {checks.brief(sizes)}, but it must be integers (groups,), "
+            "the number of rows of each group."
         )
     if sizes.shape[0] < experts or (group_offset is None and sizes.shape[0] > experts):
         raise ValueError(
-            f"{caller}: there are {sizes.shape[0]} group_sizes and {experts} experts, but there is "
-            "one for each expert; if rhs has some of the experts, pass the sizes of all groups and "
-            "group_offset, the group of the first one."
+            f"{caller}: there are {sizes.shape[0]} group_sizes and {experts} experts, but each "
+            "expert needs one; if rhs has some of the experts, pass the sizes of all groups and "
+            "group_offset, the group of the first expert."
         )
     return indexing.saturated(sizes)
 
@@ -355,8 +357,8 @@ def checked_offset(caller: str, group_offset: Any) -> Array:
     offset = checks.integers(caller, "group_offset", group_offset, "an integer or None")
     if not jnp.issubdtype(offset.dtype, jnp.integer) or offset.shape not in ((), (1,)):
         raise ValueError(
-            f"{caller}: group_offset is {checks.brief(offset)}, but it is an integer, () or (1,): "
-            "the group of the first expert of this device."
+            f"{caller}: group_offset is {checks.brief(offset)}, but it must be an integer, () or "
+            "(1,): the group of the first expert of this device."
         )
     return indexing.saturated(offset).reshape(())
 

@@ -5,7 +5,8 @@ from jax import Array, lax
 
 
 def rms_norm(x: Array, scales: Array, epsilon: float) -> Array:
-    """`x / sqrt(mean(x**2) + epsilon) * scales` along the last axis, in float32, in the dtype of x.
+    """`x / sqrt(mean(x**2) + epsilon) * scales` along the last axis, computed in float32 and
+    rounded to the dtype of x.
 
     **Arguments:**
 

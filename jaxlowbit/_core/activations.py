@@ -15,7 +15,7 @@ VALUES = (jnp.dtype("int8"), jnp.dtype("float8_e4m3fn"))
 """Dtypes of quantized activations."""
 
 EXACT = jnp.dtype("bfloat16")
-"""A dtype that represents every 8-bit value exactly; most kernels multiply them in it."""
+"""Most kernels convert 8-bit values to this dtype, which represents all of them exactly."""
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -45,7 +45,7 @@ class QuantizedActivations:
             checks.shaped(caller, name, array)
         if values.dtype not in VALUES or values.ndim == 0:
             raise ValueError(
-                f"{caller}: values is {checks.brief(values)}, but it is int8 or float8_e4m3fn "
+                f"{caller}: values is {checks.brief(values)}, but it must be int8 or float8_e4m3fn "
                 "(..., k); use quantize_activations for floats."
             )
         expected = (*values.shape[:-1], 1)
@@ -111,7 +111,7 @@ def quantize_activations(
     - `activations`: float32, bfloat16 or float16 (..., k), k from 1.
     - `dtype`: `jnp.int8` or `jnp.float8_e4m3fn`.
     - `factor`: None, or positive floats (k,) that divide the channels first, in float32, such as
-      the result of `smoothing_factor`. The weight must be the one for divided activations.
+      the result of `smoothing_factor`. The rows of the weight must be multiplied by it.
 
     **Returns:** `QuantizedActivations` of the same shape and dtype.
 
@@ -129,8 +129,8 @@ def quantize_activations(
     dtype = value_dtype(caller, "dtype", dtype)
     if array.dtype not in FLOATS or array.ndim == 0 or array.shape[-1] == 0:
         raise ValueError(
-            f"{caller}: activations are {checks.brief(array)}, but they are float32, bfloat16 or "
-            "float16 (..., k), k from 1; cast or reshape them."
+            f"{caller}: activations are {checks.brief(array)}, but they must be float32, bfloat16 "
+            "or float16 (..., k), k from 1; cast or reshape them."
         )
     if factor is None:
         return rounded_tokens(array, reach(array), dtype)

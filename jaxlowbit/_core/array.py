@@ -51,8 +51,8 @@ class QuantizedArray:
     - `packed`: uint32 (..., n_blocks, k_blocks, 128 * bits), `docs/layout.md`.
     - `scale`: float32, bfloat16 or float16, or the dtype of 8-bit scales, (..., n_blocks, groups,
       64), with groups for the padded k; finite in the padding. Integer scales, int8, are from 0 to
-      `format.max_scale`. Scales of two levels have rows of bytes, for the groups and for the
-      floats of each super-block, in place of groups (`docs/layout.md`).
+      `format.max_scale`. Two-level scales have, instead of groups, rows of bytes: the integers of
+      the groups and the floats of each super-block (`docs/layout.md`).
     - `zero`: None, uint8 (`zero="integer"`) or the dtype of scale (`zero="float"`), same shape.
     - `index`: None, or int32: this array is a view of a stack (see `select`).
     - `permutation`: None, or int32 (..., k): stored row r is row `permutation[r]` of the matrix, so
@@ -102,8 +102,8 @@ class QuantizedArray:
         narrow = self.format.scale_dtype
         if narrow is None and self.scale.dtype not in FLOATS:
             raise ValueError(
-                f"QuantizedArray: scale has dtype {self.scale.dtype}, but it is float32, bfloat16 "
-                "or float16; cast it."
+                f"QuantizedArray: scale has dtype {self.scale.dtype}, but it must be float32, "
+                "bfloat16 or float16; cast it."
             )
         _check("scale", self.scale, groups, narrow or self.scale.dtype)
         if (self.tensor_scale is not None) != self.format.has_tensor_scale:
@@ -136,9 +136,9 @@ class QuantizedArray:
     def check_words(self) -> None:
         """Raises unless products can read the words.
 
-        **Raises:** `ValueError` for another layout version, hidden while tracing, for words and
-        8-bit scales that were cast with floats, and for words that are no whole part of the matrix,
-        as `shard_map` may cut them; each with what was found.
+        **Raises:** `ValueError`, with the value found, for another layout version (hidden while
+        tracing), for words or 8-bit scales that were cast with floats, and for words that are not a
+        whole shard of the matrix, since `shard_map` may cut them anywhere.
         """
         narrow = getattr(self.format, "scale_dtype", None)
         found = getattr(self.scale, "dtype", narrow)
@@ -165,7 +165,7 @@ class QuantizedArray:
         if self.permutation.shape[-1] != self.k or k // self.k * self.shards[0] != shards:
             raise ValueError(
                 f"QuantizedArray: the rows are permuted within {shards} parts of k={k}, but a part "
-                f"here has {self.k} of them, so that its activations are on other devices; "
+                f"here has {self.k} of them, so its activations are on other devices; "
                 f"quantize with shards=({k // self.k}, shards of n), which permutes each part."
             )
 
@@ -244,13 +244,13 @@ class QuantizedArray:
         """Indexes leading axes, as for an array; copies. See `select` for a view."""
         if self.index is not None:
             raise ValueError(
-                "QuantizedArray: this is a view made by select, which is not indexed again; "
+                "QuantizedArray: this is a view made by select and cannot be indexed again; "
                 "index the stack."
             )
         keys = key if isinstance(key, tuple) else (key,)
         if len(keys) > self.ndim - 2 or any(k is None or k is Ellipsis for k in keys):
             raise ValueError(
-                f"QuantizedArray: index {key!r} does not stay in the leading axes "
+                f"QuantizedArray: index {key!r} goes beyond the leading axes "
                 f"{self.shape[:-2]} of shape {self.shape}; name those only, or use dequantize()."
             )
         self.check_words()
@@ -297,7 +297,7 @@ class QuantizedArray:
         self.check_words()
         if self.packed.shape[0] == 0 and index.size:
             raise ValueError(
-                f"QuantizedArray.select: the stack of shape {self.shape} is empty, so that there "
+                f"QuantizedArray.select: the stack of shape {self.shape} is empty, so there "
                 "is nothing to select; index a stack of one matrix or more."
             )
         return self._with(index=indexing.saturated(index))
@@ -308,9 +308,9 @@ class QuantizedArray:
         """The `jax.P` of each leaf, for a matrix sharded as `jax.P(*lead, k, n)` on `mesh`.
 
         A part must have whole atoms of 64 x 64, or be padded by `quantize(..., shards=...)`. Scales
-        and zeros are sharded like their words, except that every device has all groups if a part of
-        k ends inside one, and all of a permutation that crosses parts of k. The array may also be
-        the result of `jax.eval_shape`.
+        and zeros are sharded like their words. If a part of k ends inside a group, every device has
+        all groups; if a permutation crosses parts of k, every device has all of it. The array may
+        also be the result of `jax.eval_shape`.
 
         **Arguments:**
 
@@ -321,9 +321,9 @@ class QuantizedArray:
         **Returns:** a tree like the array, for `in_specs` of `jax.shard_map` and, converted to
         `NamedSharding`s, for `jax.device_put` and `jax.jit`.
 
-        **Raises:** `TypeError` if `mesh` is not a mesh; `ValueError` for parts of k or n that are
-        not whole parts of the words, for axes that the mesh does not have or that occur twice, and
-        for a view made by `select`.
+        **Raises:** `TypeError` if `mesh` is not a mesh; `ValueError` for parts of k or n that cut
+        an atom, for axes that the mesh does not have or that occur twice, and for a view made by
+        `select`.
 
         ```python
         specs = q.partition_spec(mesh, n="model")
@@ -457,8 +457,8 @@ class QuantizedArray:
           float zeros a pair: the second array multiplies the integers of `zero`. With shards, they
           have the super-blocks of each shard of k in turn.
 
-        **Raises:** `ValueError` for wrong shapes or dtypes, for an invalid permutation, for groups
-        in `g_idx` of another number of rows than `format.group_size` (the last group: the rest),
+        **Raises:** `ValueError` for wrong shapes or dtypes, for an invalid permutation, for a group
+        in `g_idx` that does not have `format.group_size` rows (the last group: the rest),
         and, outside `jax.jit`, for values that do not fit the width (clipped inside) and for scales
         and float zeros that are not finite, before or after rounding to the dtype of the scales;
         `TypeError` for a traced `g_idx`.

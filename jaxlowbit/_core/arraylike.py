@@ -27,8 +27,8 @@ def on_host(array: Any, dtype: Any, copy: bool | None) -> np.ndarray:
     """The floats of an array with concrete leaves."""
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(array)):
         raise TypeError(
-            f"QuantizedArray: a function of jax.numpy is to take {array!r} inside a "
-            f"transformation, but it takes arrays of floats; {_WAY}."
+            f"QuantizedArray: a function of jax.numpy got {array!r} inside a "
+            f"transformation, but it needs an array of floats; {_WAY}."
         )
     if copy is False:
         raise ValueError(
@@ -86,6 +86,6 @@ def cast_words(name: str, found: Any) -> ValueError:
     return ValueError(
         f"QuantizedArray: {name} is {found}, but packed words are uint32; a tree with it "
         "was cast, as by jax.tree.map(lambda x: x.astype(...)), which loses them. Cast "
-        "the floats of a tree alone, and before it is quantized; scale_dtype= of quantize "
+        "only the floats of a tree, before it is quantized; scale_dtype= of quantize "
         "is the dtype of the scales."
     )

@@ -44,11 +44,12 @@ def array(caller: str, name: str, value: Any, what: str = "an array of numbers")
     if hasattr(value, "dequantize"):
         if hasattr(value, "values"):
             raise TypeError(
-                f"{caller}: {name} is a {type(value).__name__}, but it is {what}; quantized_matmul "
-                "takes activations that are quantized, and their dequantize() gives floats."
+                f"{caller}: {name} is a {type(value).__name__}, but it must be {what}; "
+                "quantized_matmul takes activations that are quantized, and their dequantize() "
+                "gives floats."
             )
         raise TypeError(
-            f"{caller}: {name} is a {type(value).__name__}, but it is {what}; products take "
+            f"{caller}: {name} is a {type(value).__name__}, but it must be {what}; products take "
             "packed weights on the right, x @ q, and q.dequantize() gives floats."
         )
     return _converted(caller, name, value, what, jnp.asarray)
@@ -72,7 +73,7 @@ def _converted(caller: str, name: str, value: Any, what: str, convert: Callable[
         or converted.dtype == np.dtype(object)
         or jnp.issubdtype(converted.dtype, jax.dtypes.extended)  # random keys
     ):
-        raise TypeError(f"{caller}: {name} is {brief(value)}, but it is {what}; pass one.")
+        raise TypeError(f"{caller}: {name} is {brief(value)}, but it must be {what}; pass one.")
     return converted
 
 
@@ -81,8 +82,8 @@ def shaped(caller: str, name: str, value: Any) -> None:
     known = hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, type)
     if hasattr(value, "dequantize") or not known:
         raise TypeError(
-            f"{caller}: {name} is {brief(value)}, but it is an array, or a jax.ShapeDtypeStruct "
-            "with the shape and dtype of one; pass one."
+            f"{caller}: {name} is {brief(value)}, but it must be an array, or a "
+            "jax.ShapeDtypeStruct with the shape and dtype of one; pass one."
         )
 
 
@@ -118,7 +119,7 @@ def float_dtype(caller: str, name: str, value: Any) -> Any:
     found = dtype(caller, name, value)
     if not jnp.issubdtype(found, jnp.floating):
         raise ValueError(
-            f"{caller}: {name} is {found}, but weights stand for floats; pass a dtype such as "
+            f"{caller}: {name} is {found}, but weights are floats; pass a dtype such as "
             "jnp.bfloat16, and cast the result if integers are meant."
         )
     return found
@@ -129,8 +130,8 @@ def compute_dtype(caller: str, name: str, value: Any) -> Any:
     found = dtype(caller, name, value)
     if found not in FLOATS:
         raise ValueError(
-            f"{caller}: {name} is {found}, but it is float32, bfloat16 or float16; pass one of "
-            "these."
+            f"{caller}: {name} is {found}, but it must be float32, bfloat16 or float16; pass one "
+            "of these."
         )
     return found
 
@@ -157,7 +158,7 @@ def integer(
         found = None
     if found is None or found < least or (most is not None and found > most):
         raise (TypeError if found is None else ValueError)(
-            f"{caller}: {name} is {brief(value)}, but it is {rule}."
+            f"{caller}: {name} is {brief(value)}, but it must be {rule}."
         )
     return found
 
@@ -165,18 +166,20 @@ def integer(
 def boolean(caller: str, name: str, value: Any) -> None:
     """Raises if a value is not a bool."""
     if not isinstance(value, int | np.bool_):
-        raise TypeError(f"{caller}: {name} is {brief(value)}, but it is True or False.")
+        raise TypeError(f"{caller}: {name} is {brief(value)}, but it must be True or False.")
 
 
 def positive(caller: str, name: str, value: Any) -> float:
     """A nonnegative number that is finite in float32 and does not underflow to 0 there."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{caller}: {name} is {brief(value)}, but it is a number, such as 1e-5.")
+        raise TypeError(
+            f"{caller}: {name} is {brief(value)}, but it must be a number, such as 1e-5."
+        )
     value = float(value) if isinstance(value, np.floating) else value
     if not 0 <= value <= LARGEST:
         raise ValueError(
-            f"{caller}: {name} is {brief(value)}, but it is a finite number from 0 on, also in "
-            "float32, such as 1e-5."
+            f"{caller}: {name} is {brief(value)}, but it must be a finite number from 0 on, also "
+            "in float32, such as 1e-5."
         )
     if 0 < value < SMALLEST:
         raise ValueError(
@@ -230,8 +233,8 @@ def shard_counts(caller: str, shards: Any) -> tuple[int, int]:
         k, n = map(operator.index, shards)
     except (TypeError, ValueError):
         raise TypeError(
-            f"{caller}: shards is {brief(shards)}, but it is two numbers, the parts of k and of n "
-            "into which devices cut a matrix, such as (1, 8)."
+            f"{caller}: shards is {brief(shards)}, but it must be two numbers, the numbers of "
+            "shards of k and of n, such as (1, 8)."
         ) from None
     return k, n
 

@@ -1,4 +1,4 @@
-"""Codebooks: the numbers that non-integer quantized values represent.
+"""Codebooks: tables of the numbers that codes represent.
 
 - `nf4`: quantiles of a normal distribution (Dettmers et al., QLoRA, 2023), as in bitsandbytes.
 - `fp4`: the 4-bit float of bitsandbytes, whose smallest number is 1/192 of the largest.
@@ -65,10 +65,10 @@ EVEN = ("e2m1",)
 
 
 def nearest(values: tuple[float, ...], even: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the bounds between neighbouring finite numbers, and each number's quantized value.
+    """Returns the bounds between neighbouring finite numbers, and the code of each number.
 
-    A value on a bound belongs to the number below it or, if `even`, to the even quantized value,
-    whose mantissa is even.
+    A value on a bound belongs to the number below it or, if `even`, to the number with the even
+    code, whose mantissa is even.
     """
     table = np.array(values, np.float32)
     finite = np.flatnonzero(np.isfinite(table))

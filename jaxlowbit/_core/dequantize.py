@@ -109,7 +109,7 @@ def _times(values: Array, unit: Array | None) -> Array:
 
 
 def numbers_of(qvalue: Array, format: Format) -> Array:
-    """The float32 codebook numbers of quantized values, uint8."""
+    """Returns the float32 codebook entries of codes, uint8."""
     if format.float_dtype is not None:
         return lax.bitcast_convert_type(qvalue, format.float_dtype).astype(jnp.float32)
     table = jnp.array(format.values, jnp.float32)

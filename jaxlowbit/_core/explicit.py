@@ -35,7 +35,7 @@ def chain(
 ) -> Array:
     """`product(*operands)`, with the sharding of the result if there are Explicit axes.
 
-    By default it is that of a chain of products, of lhs and `weights`.
+    The default sharding is the result of a chain of products of lhs and `weights`.
     """
     mesh = mesh_of(operands)
     if mesh is None:

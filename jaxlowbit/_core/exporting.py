@@ -19,7 +19,7 @@ SCALE_FORM = 3
 """Version with 8-bit scales, which older libraries reject."""
 
 SUPER_FORM = 4
-"""Version with scales of two levels, which older libraries reject."""
+"""Version with two-level scales, which older libraries reject."""
 
 _FORMS = (FORM, CODEBOOK_FORM, SCALE_FORM, SUPER_FORM)
 

@@ -44,8 +44,8 @@ class Format:
     With a codebook a weight is `codebook[q] * s`. 8-bit scales follow the OCP Microscaling Formats
     specification 1.0 (`"e8m0"`) or NVIDIA's NVFP4 (`"e4m3"`); with the latter each matrix has a
     tensor scale t, and a weight is `codebook[q] * s * t`. Integer scales (`"int8"`) follow QServe's
-    progressive quantization (Lin et al., 2024): each channel has a scale t, and a weight is
-    `(q - 2**(bits - 1)) * s`, an 8-bit integer, times t. Scales of two levels (`"two_level"`) are
+    progressive quantization (Lin et al., 2024): each channel has a scale t, and a weight is `(q -
+    2**(bits - 1)) * s`, an 8-bit integer, times t. Two-level scales (`"two_level"`) follow
     the K types of ggml (llama.cpp): s, and likewise b, is an 8-bit integer times a float16 of its
     super-block of 256 input features.
 
@@ -61,7 +61,7 @@ class Format:
     - `scale`: None for scales of float32, bfloat16 or float16; `"e8m0"` for powers of two in 8
       bits, 2^-127 to 2^127; `"e4m3"` for 8-bit floats up to 448 with a float32 tensor scale;
       `"int8"`, for integer formats of 2 to 4 bits, for integers from 0 to `max_scale` with a
-      float32 scale per channel. These three exclude a zero. `"two_level"` for scales of two levels,
+      float32 scale per channel. These three exclude a zero. `"two_level"` for two-level scales,
       in groups of 16, 32, 64 or 128, with float zeros or none.
 
     **Raises:** `ValueError` for a width, group size, zero, codebook or scale outside these rules,
@@ -100,22 +100,21 @@ class Format:
             self._check_super_blocks()
         elif self.scale is not None and self.zero != "none":
             raise ValueError(
-                f"Format: zero={self.zero!r} beside scale={self.scale!r}, but values with 8-bit "
+                f"Format: zero={self.zero!r} with scale={self.scale!r}, but values with 8-bit "
                 "scales have no zero; leave one of them out."
             )
         integers = self.codebook is None and self.bits in _INTEGER_SCALED_BITS
         if self.scale == "int8" and not integers:
             what = f"bits={self.bits}" if self.codebook is None else "a codebook"
             raise ValueError(
-                f"Format: scale='int8' beside {what}, but integers as scales multiply integers of "
-                "2, 3 or 4 bits to integers of 8; leave scale out, or use other bits."
+                f"Format: scale='int8' with {what}, but integer scales are for integers of 2, 3 or "
+                "4 bits; leave scale out, or use other bits."
             )
         if self.codebook is None:
             return
         if self.zero != "none":
             raise ValueError(
-                f"Format: zero={self.zero!r} beside a codebook, whose numbers may lie anywhere; "
-                "leave zero out."
+                f"Format: zero={self.zero!r} with a codebook, which needs no zero; leave zero out."
             )
         object.__setattr__(self, "codebook", _codebook(self.codebook, self.bits))
 
@@ -123,14 +122,14 @@ class Format:
         size = self.group_size
         if size < 0 or size >= SUPER_BLOCK or SUPER_BLOCK % size:
             raise ValueError(
-                f"Format: group_size={size} beside scale='two_level', but a super-block of "
+                f"Format: group_size={size} with scale='two_level', but a super-block of "
                 f"{SUPER_BLOCK} input features has whole groups; use 16, 32, 64 or 128, or leave "
                 "scale out."
             )
         if self.zero == "integer":
             raise ValueError(
-                "Format: zero='integer' beside scale='two_level', whose zeros are floats as its "
-                "scales are; use zero='float' or leave one of them out."
+                "Format: zero='integer' with scale='two_level', whose zeros must be floats; "
+                "use zero='float' or leave one of them out."
             )
 
     def replace(self, **changes: Any) -> "Format":
@@ -166,7 +165,7 @@ class Format:
 
     @functools.cached_property
     def expanded(self) -> "Format":
-        """The format with a float scale per group in place of scales of two levels; other formats
+        """The format with a float scale per group in place of two-level scales; other formats
         unchanged."""
         return self.replace(scale=None) if self.scale == "two_level" else self
 
@@ -223,12 +222,12 @@ def _codebook(codebook: Any, bits: int) -> str | tuple[float, ...]:
     listed = np.ravel(codebook).tolist() if hasattr(codebook, "dtype") else codebook
     if not isinstance(listed, Sequence) or not all(isinstance(x, numbers.Real) for x in listed):
         raise TypeError(
-            f"Format: codebook is {brief(codebook)}, but it is a name "
+            f"Format: codebook is {brief(codebook)}, but it must be a name "
             f"({', '.join(map(repr, CODEBOOKS))}) or a sequence of {2**bits} numbers."
         )
     if len(listed) != 2**bits:
         raise ValueError(
-            f"Format: the codebook has {len(listed)} numbers, but {bits} bits stand for {2**bits}; "
+            f"Format: the codebook has {len(listed)} numbers, but {bits} bits represent {2**bits}; "
             "pass one for each quantized value."
         )
     with np.errstate(over="ignore"):
@@ -248,7 +247,7 @@ def _codebook(codebook: Any, bits: int) -> str | tuple[float, ...]:
         )
     if not any(found):
         raise ValueError(
-            "Format: all numbers of the codebook are 0, which no scale makes a weight."
+            "Format: all numbers of the codebook are 0, which represents no weight but 0."
         )
     return found
 
@@ -276,7 +275,7 @@ _CODEBOOK = re.compile(rf"({'|'.join(CODEBOOKS)})(?:-(?:g(\d+)|(channel)))?{_SCA
 _NAMES = (
     "'int4' (groups of 128), 'int8' (one scale per channel), 'uint4' (with an integer zero), "
     "'int4-g64', 'int4-channel', 'int3-g32-float', 'int4-int8' (scales that are integers), "
-    "'int4-g32-float-two_level' (scales of two levels), 'nf4' (groups of 64), 'e4m3-channel', "
+    "'int4-g32-float-two_level' (two-level scales), 'nf4' (groups of 64), 'e4m3-channel', "
     "'mxfp4', 'mxfp8', 'nvfp4' or 'e5m2-g32-e8m0'"
 )
 
@@ -331,8 +330,8 @@ def as_format(caller: str, value: Any) -> Format:
         return value
     if not isinstance(value, str):
         raise TypeError(
-            f"{caller}: format is {brief(value)}, but it is a Format, such as jaxlowbit.INT4 or "
-            f"Format(bits=4, group_size=128), or a name such as {_NAMES}."
+            f"{caller}: format is {brief(value)}, but it must be a Format, such as jaxlowbit.INT4 "
+            f"or Format(bits=4, group_size=128), or a name such as {_NAMES}."
         )
     try:
         return parse_format(value)

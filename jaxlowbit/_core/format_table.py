@@ -53,7 +53,7 @@ def bits_per_weight(format: Format, k: int = 4096) -> float:
     """Bits per weight, including its share of the scale and zero of its group.
 
     Scales and float zeros take 16 bits unless the format has 8-bit scales, integer zeros 8. A
-    tensor scale per channel counts with 32 bits. Scales and zeros of two levels take 8 bits, plus
+    tensor scale per channel counts with 32 bits. Two-level scales and zeros take 8 bits, plus
     16 per 256 rows.
 
     **Arguments:** `k`: the rows of the matrix, which form one group if there is no group size.

@@ -115,18 +115,18 @@ class Groups:
         return scales.fit(low, high, self.format, self.scale_dtype)
 
     def in_steps(self, scale: Array, zero: Array | None) -> tuple[Array, Array]:
-        """`values` divided by their scale: exact, and rounded to the numbers of the format."""
+        """Divides `values` by their scale: exactly, and rounded to the numbers of the format."""
         return scales.in_steps(self.values, scale, zero, self.format)
 
     def represented(self, scale: Array, zero: Array | None) -> tuple[Array, Array | None]:
-        """Scales and zeros, as `fit` returns them, as `pack` stores them, in float32 or the dtype
-        of zeros."""
+        """Scales and zeros from `fit`, rounded as `pack` stores them: scales in float32, zeros in
+        their dtype (float32 for two levels)."""
         if self.format.scale == "two_level":
             return scales.two_levels(scale, zero, self.format)[2:]
         return scale.astype(jnp.float32), zero
 
     def nearest(self, values: Array, scale: Array, zero: Array | None) -> Array:
-        """The nearest of the numbers that scales and zeros represent, float32 (..., n).
+        """Rounds values to the nearest numbers that scales and zeros represent, float32 (..., n).
 
         **Arguments:**
 

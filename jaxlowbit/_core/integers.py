@@ -54,8 +54,8 @@ def checked(
         scale = _narrow("scale", scale, format)
     elif scale.dtype not in FLOATS:
         raise ValueError(
-            f"from_integers: scale is {scale.dtype}, but it is float32, bfloat16 or float16; cast "
-            "it."
+            f"from_integers: scale is {scale.dtype}, but it must be float32, bfloat16 or float16; "
+            "cast it."
         )
     if zero is not None:
         zero = checks.integers("from_integers", "zero", zero, "an array of the shape of scale")
@@ -64,7 +64,7 @@ def checked(
     if not jnp.issubdtype(values.dtype, jnp.integer) or values.ndim < 2:
         raise ValueError(
             f"from_integers: values has shape {values.shape} and dtype {values.dtype}, but it "
-            "is an integer matrix (..., k, n); use quantize for floats."
+            "must be an integer matrix (..., k, n); use quantize for floats."
         )
     signed = jnp.issubdtype(values.dtype, jnp.signedinteger)
     if not signed and format.zero == "none" and format.codebook is None:
@@ -90,7 +90,7 @@ def checked(
             )
     if format.scale != "two_level":
         floats, _ = floats_of(scale, format)
-        checks.finite("from_integers", "scale", floats, "no weight comes of them. Repair them")
+        checks.finite("from_integers", "scale", floats, "they give no weight; repair them")
     tensor_scale = _tensor_scale(tensor_scale, tuple(lead), n, format)
     rows = -(-k // (parts * SUPER_BLOCK)) * parts
     super_floats = _super_scale(super_scale, (*lead, rows, n), format)
@@ -134,13 +134,13 @@ def of_blocks(values: Any, scale: Any, block_size: Any) -> tuple[Any, Any, Forma
     names = {book.dtype: name for name, book in CODEBOOKS.items() if book.dtype is not None}
     if values.dtype not in names or values.ndim < 2:
         raise ValueError(
-            f"from_blocks: values is {checks.brief(values)}, but it is float8_e4m3fn or "
+            f"from_blocks: values is {checks.brief(values)}, but it must be float8_e4m3fn or "
             "float8_e5m2 (..., k, n); view the bits of a checkpoint as that."
         )
     if not isinstance(block_size, tuple | list) or len(block_size) != 2:
         raise TypeError(
-            f"from_blocks: block_size is {checks.brief(block_size)}, but it is two numbers, the "
-            "rows and columns of a block, such as (128, 128)."
+            f"from_blocks: block_size is {checks.brief(block_size)}, but it must be two numbers, "
+            "the rows and columns of a block, such as (128, 128)."
         )
     rule = "the rows and columns of a block, each from 1"
     rows, columns = (
@@ -158,22 +158,23 @@ def of_blocks(values: Any, scale: Any, block_size: Any) -> tuple[Any, Any, Forma
     narrow = next((name for name, dtype in SCALES.items() if scale.dtype == dtype), None)
     if narrow in ("e4m3", "int8", "two_level") or not jnp.issubdtype(scale.dtype, jnp.floating):
         raise ValueError(
-            f"from_blocks: scale is {scale.dtype}, but it is of floats, or float8_e8m0fnu; cast it."
+            f"from_blocks: scale is {scale.dtype}, but it must be float, or float8_e8m0fnu; "
+            "cast it."
         )
     format = Format(8, rows, codebook=names[values.dtype]).replace(scale=narrow)
     codes = codes_of(scale)
     floats, _ = floats_of(codes, format)
-    checks.finite("from_blocks", "scale", floats, "no weight comes of them. Repair them")
+    checks.finite("from_blocks", "scale", floats, "they give no weight; repair them")
     return values, jnp.repeat(codes, columns, axis=-1)[..., :n], format
 
 
 def _narrow(name: str, scale: Any, format: Format) -> Array:
-    """8-bit scales as bits, which can be padded; integers of two levels as int8."""
+    """8-bit scales as bits, which can be padded; integers of two-level scales as int8."""
     if format.scale == "two_level":
         if not jnp.issubdtype(scale.dtype, jnp.integer):
             raise ValueError(
-                f"from_integers: {name} is {scale.dtype}, but of two levels it is integers of 8 "
-                "bits, which the floats of super_scale multiply; pass both."
+                f"from_integers: {name} is {scale.dtype}, but two-level scales are 8-bit "
+                "integers, which the floats of super_scale multiply; pass both."
             )
         _check_range(name, scale, -super_blocks.MOST - 1, super_blocks.MOST)
         scale = indexing.saturated(scale)
@@ -190,22 +191,24 @@ def _narrow(name: str, scale: Any, format: Format) -> Array:
             least, most = int(scale.min()), int(scale.max())
         if least < 0 or most > format.max_scale:
             raise ValueError(
-                f"from_integers: scale reaches from {least} to {most}, but scales of integers of "
-                f"{format.bits} bits are from 0 to {format.max_scale}; use a larger tensor_scale."
+                f"from_integers: scale reaches from {least} to {most}, but integer scales of "
+                f"{format.bits}-bit integers are from 0 to {format.max_scale}; use a larger "
+                "tensor_scale."
             )
     return jnp.clip(scale, 0, format.max_scale).astype(jnp.uint8)
 
 
 def _check_range(name: str, integers: Any, low: int, high: int) -> None:
-    """Raises for integers of two levels that do not fit 8 bits. Does nothing while tracing."""
+    """Raises for integers of two-level scales that do not fit 8 bits. Does nothing while
+    tracing."""
     if not integers.size or isinstance(integers, Tracer):
         return
     with jax.ensure_compile_time_eval():
         least, most = int(integers.min()), int(integers.max())
     if least < low or most > high:
         raise ValueError(
-            f"from_integers: {name} reaches from {least} to {most}, but of two levels it is "
-            f"integers from {low} to {high}; use a larger super_scale."
+            f"from_integers: {name} reaches from {least} to {most}, but with two-level scales "
+            f"it has integers from {low} to {high}; use a larger super_scale."
         )
 
 
@@ -221,7 +224,7 @@ def _super_scale(given: Any, shape: tuple[int, ...], format: Format) -> list[Arr
     pair = format.zero != "none"
     if pair and not (isinstance(given, tuple | list) and len(given) == 2):
         raise TypeError(
-            f"from_integers: super_scale is {checks.brief(given)}, but beside zeros it is a pair, "
+            f"from_integers: super_scale is {checks.brief(given)}, but with zeros it is a pair, "
             "the floats that multiply scale and those that multiply zero; pass both."
         )
     found = []
@@ -230,11 +233,11 @@ def _super_scale(given: Any, shape: tuple[int, ...], format: Format) -> list[Arr
         floats = checks.array("from_integers", name, floats, "floats (..., super-blocks, n)")
         if floats.shape != shape or not jnp.issubdtype(floats.dtype, jnp.floating):
             raise ValueError(
-                f"from_integers: {name} is {checks.brief(floats)}, but it is floats of shape "
+                f"from_integers: {name} is {checks.brief(floats)}, but it must be floats of shape "
                 f"{shape}, one for each super-block of {SUPER_BLOCK} rows and each channel."
             )
         half = floats.astype(jnp.float16)
-        reason = "no weight comes of them in float16. Repair them, or use wider scales"
+        reason = "they give no float16 weight; repair them, or use wider scales"
         checks.finite("from_integers", name, half, reason)
         _check_rounding(name, floats, half)
         found.append(half)
@@ -270,11 +273,12 @@ def _tensor_scale(given: Any, lead: tuple[int, ...], n: int, format: Format) -> 
     shape = (*lead, n) if format.scales_channels else lead
     if found.shape not in ((), shape) or not jnp.issubdtype(found.dtype, jnp.floating):
         raise ValueError(
-            f"from_integers: tensor_scale is {checks.brief(found)}, but it is one float, or floats "
-            f"of shape {shape}, one for each {'channel' if format.scales_channels else 'matrix'}."
+            f"from_integers: tensor_scale is {checks.brief(found)}, but it must be one float, or "
+            f"floats of shape {shape}, one for each "
+            f"{'channel' if format.scales_channels else 'matrix'}."
         )
     found = found.astype(jnp.float32)
-    checks.finite("from_integers", "tensor_scale", found, "no weight comes of them. Repair them")
+    checks.finite("from_integers", "tensor_scale", found, "they give no weight; repair them")
     return jnp.broadcast_to(found, shape)
 
 
@@ -284,8 +288,8 @@ def _counts(values: Any, format: Format) -> Any:
         values = lax.bitcast_convert_type(jnp.asarray(values), jnp.uint8)
     if jnp.issubdtype(values.dtype, jnp.signedinteger):
         raise ValueError(
-            f"from_integers: values are signed ({values.dtype}), but those of a codebook count "
-            "its numbers from 0 on; pass unsigned integers."
+            f"from_integers: values are signed ({values.dtype}), but codebook indices are "
+            "unsigned; pass unsigned integers."
         )
     if values.size and not isinstance(values, Tracer) and jnp.issubdtype(values.dtype, jnp.integer):
         table = np.isfinite(np.array(format.values))
@@ -293,7 +297,7 @@ def _counts(values: Any, format: Format) -> Any:
         if not (finite := table[counts]).all():
             first = tuple(map(int, np.argwhere(~finite)[0]))
             raise ValueError(
-                f"from_integers: values has {int((~finite).sum())} that stand for NaN or infinity, "
+                f"from_integers: values has {int((~finite).sum())} that represent NaN or infinity, "
                 f"the first at {first}; repair the weight first."
             )
     return values
@@ -305,18 +309,18 @@ def _integer_or_float_zero(zero: Any, values: Any, scale: Array, format: Format)
     if format.scale == "two_level":
         if not unsigned:
             raise ValueError(
-                f"from_integers: with format.zero='float', values are unsigned codes, but they are "
-                f"{values.dtype}; convert them."
+                f"from_integers: values are {values.dtype}, but with format.zero='float' they must "
+                "be unsigned codes; convert them."
             )
         return _narrow("zero", zero, format)
     if format.zero == "float":
         if not unsigned or not jnp.issubdtype(zero.dtype, jnp.floating):
             raise ValueError(
-                f"from_integers: with format.zero='float', values are unsigned codes and zero "
-                f"floats to add, but they are {values.dtype} and {zero.dtype}; convert them."
+                f"from_integers: values are {values.dtype} and zero is {zero.dtype}, but with "
+                "format.zero='float' values must be unsigned codes and zero floats; convert them."
             )
         zero = jnp.asarray(zero)
-        checks.finite("from_integers", "zero", zero, "no weight comes of them. Repair them")
+        checks.finite("from_integers", "zero", zero, "they give no weight; repair them")
         zero = zero.astype(scale.dtype)
         name = f"zero, in the {scale.dtype} of scale,"
         checks.finite("from_integers", name, zero, "cast the scales to float32")
@@ -324,8 +328,8 @@ def _integer_or_float_zero(zero: Any, values: Any, scale: Array, format: Format)
     kind = jnp.unsignedinteger if unsigned else jnp.signedinteger
     if not jnp.issubdtype(zero.dtype, kind):
         raise ValueError(
-            f"from_integers: zero is {zero.dtype} beside values of {values.dtype}, but an integer "
-            "zero is signed where the values are and unsigned where they are; convert one of them."
+            f"from_integers: zero is {zero.dtype} and values are {values.dtype}, but both must be "
+            "signed or both unsigned; convert one of them."
         )
     return _qvalue("zero", zero, format)
 
@@ -342,7 +346,7 @@ def _qvalue(name: str, values: Any, format: Format) -> Array:
         if least < low or most > high:
             raise ValueError(
                 f"from_integers: {name} reaches from {least} to {most}, but {format.bits} bits "
-                f"hold {low} to {high}; use a wider format."
+                f"represent {low} to {high}; use a wider format."
             )
     return _counted(indexing.saturated(values), low, high)
 

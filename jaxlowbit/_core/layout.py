@@ -151,14 +151,15 @@ def unpack_group_columns(values: Array, columns: Array) -> Array:
 
 
 def rows_by_slot(values: Any, bits: int) -> Any:
-    """Reorders values per row (..., k), whole atoms, to the order of rows in shifted words.
+    """Reorders values per row (..., k) of whole atoms to the order of rows in shifted words.
 
-    `bits` is 1, 2, 4 or 8. Words of an atom as (32, words / 32) hold channels by rows; slot i has
-    the channels of h = i % 2. The rows of slots i, i + 2, ... side by side make the order here,
-    (..., k_blocks, 64).
+    `bits` is 1, 2, 4 or 8. The words of an atom, viewed as (32, words / 32), have channels along
+    the first axis and rows along the second. Slot i has the channels with h = i % 2. The result
+    concatenates the rows of slots i, i + 2, ...: (..., k_blocks, 64).
     """
     (plane,) = _PLANES[bits]
-    digits = bits.bit_length() - 1  # of the word; the others number the slot in it, h last
+    # Digits of the word. The other digits number the slot in it, h last.
+    digits = bits.bit_length() - 1
     word, slot = plane.slots[:digits], plane.slots[digits:-1]
     values = values.reshape(*values.shape[:-1], -1, *_K_SIZES)
     values = _transpose(values, "K" + _K_AXES, "K" + slot + "t" + word)

@@ -43,7 +43,7 @@ def join(values: Array, axis: int, shards: int, size: int) -> Array:
 
 
 def part(size: int, shards: int, unit: int, found: int) -> tuple[int, int]:
-    """Size and shards that `found` atoms along an axis represent.
+    """The size of an axis, and the number of shards, that `found` atoms along it represent.
 
     Inside `jax.shard_map`, an array has some atoms of the whole: the result describes that part, or
     the whole if the atoms are not a whole part of it.

@@ -42,7 +42,7 @@ def integers_of(array: Any) -> tuple[Any, Any, Any, Format]:
     size = -1 if groups == 1 else k // groups
     if size % 16 and size != -1:
         raise ValueError(
-            f"from_qarray: tiles along the second to last axis hold {size} of k={k} elements, but "
+            f"from_qarray: tiles along the second to last axis have {size} of k={k} elements, but "
             "a group is a multiple of 16, or the whole axis; quantize with another tile size."
         )
     if zero is None and values.dtype.name.startswith("u"):
@@ -66,16 +66,16 @@ def to_qarray(array: Any) -> Any:
     if format.codebook is not None:
         raise ValueError(
             "to_qarray: the format has a codebook, but a QArray is made of integers here; "
-            "quantize to integers, or hand on the floats of dequantize()."
+            "quantize to integers, or pass the floats of dequantize()."
         )
     if format.scale is not None:
         raise ValueError(
             f"to_qarray: the format has {format.scale} scales, but a QArray is made with wider "
-            "ones here; hand on the floats of dequantize()."
+            "ones here; pass the floats of dequantize()."
         )
     if format.zero == "float":
         raise ValueError(
-            "to_qarray: the format has a float zero, but a QArray holds integer zero points; "
+            "to_qarray: the format has a float zero, but a QArray has integer zero points; "
             "quantize with zero='integer'."
         )
     shards = array.shards[0]
@@ -120,8 +120,8 @@ def _spread(name: str, values: Any, shape: tuple[int, ...]) -> Any:
     sizes = zip(values.shape, shape, strict=False)
     if values.ndim != len(shape) or any(have not in (1, want) for have, want in sizes):
         raise ValueError(
-            f"from_qarray: {name} has shape {values.shape}, but only the second to last axis is "
-            f"tiled here, so it is one that broadcasts to {shape}; quantize with tiles along that "
-            "axis alone."
+            f"from_qarray: {name} has shape {values.shape}, but it must broadcast to {shape}, "
+            "since only the second to last axis can have tiles; quantize with tiles along that "
+            "axis only."
         )
     return jnp.broadcast_to(values, shape)

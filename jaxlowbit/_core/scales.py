@@ -24,7 +24,7 @@ _SMALLEST = float(jnp.finfo(jnp.float32).smallest_normal)
 
 
 def qvalue(grouped: Array, scale: Array, zero: Array | None, format: Format) -> Array:
-    """The nearest quantized values, uint8, for these scales and zeros."""
+    """Returns the codes, uint8, of the nearest representable values."""
     if format.codebook is not None:
         return _nearest(ratio(grouped, scale[..., None, :]), format)
     _, rounded = in_steps(grouped, scale, zero, format)
@@ -45,7 +45,7 @@ def unsupported(format: Format) -> str | None:
     """Returns None if scales can be fitted to floats for the format, else the reason."""
     if format.bits == 1 and format.zero == "none" and format.codebook is None:
         return (
-            "a 1-bit code without a zero holds only -scale and 0; use zero='float', which holds "
+            "a 1-bit code without a zero represents only -scale and 0; use zero='float', which has "
             "two free values per group, or a codebook such as (-1, 1)"
         )
     return None
@@ -62,7 +62,7 @@ def stored(scale: Array, format: Format) -> Array:
 def two_levels(
     scale: Array, zero: Array | None, format: Format
 ) -> tuple[Array, Array | None, Array, Array | None]:
-    """Bytes of two-level scales and float zeros that cover the range of float32 ones.
+    """Rounds float32 scales and float zeros to bytes of two-level ones that cover the same range.
 
     Zeros are rounded down and scales up, so that the range of a group still covers its values.
 
@@ -78,8 +78,8 @@ def two_levels(
 
 
 def _two_levels(values: Array, rounded: Any, least: int, format: Format) -> tuple[Array, Array]:
-    """The bytes of values (..., groups, n), integers that are 0 or from `least` on, and the float32
-    values that these bytes represent."""
+    """Rounds values (..., groups, n) to integers (0, or at least `least`) times the float16 of
+    their super-block. Returns the bytes, and the float32 values that they represent."""
     *lead, groups, n = values.shape
     per_block = SUPER_BLOCK // format.group_size
     blocks = super_blocks.num_blocks(groups * format.group_size)
@@ -95,7 +95,7 @@ def _two_levels(values: Array, rounded: Any, least: int, format: Format) -> tupl
 
 
 def least(dtype: Any) -> float:
-    """The smallest scale; not subnormal if float32 units flush it."""
+    """The smallest scale of a dtype; normal, if float32 units flush its subnormals."""
     if dtype == _E8M0:
         return 2.0**-126
     if dtype == _INT8:
@@ -106,7 +106,8 @@ def least(dtype: Any) -> float:
 
 
 def zero_qvalue(scale: Array, zero: Array | None, format: Format) -> Array:
-    """The quantized values nearest to 0, uint8 (..., groups, n); a single one without a zero."""
+    """The codes of the values nearest to 0, uint8 (..., groups, n); a single code if the format
+    has no zero."""
     if zero is None:
         least = format.offset if format.codebook is None else _least_number(format)
         return jnp.full((1,) * scale.ndim, least, jnp.uint8)
@@ -119,7 +120,7 @@ def zero_qvalue(scale: Array, zero: Array | None, format: Format) -> Array:
 def in_steps(
     grouped: Array, scale: Array, zero: Array | None, format: Format
 ) -> tuple[Array, Array]:
-    """Values divided by their scale: exact, and rounded to a quantized value."""
+    """Divides values by their scale: exactly, and rounded to the nearest code's number."""
     if zero is not None and format.zero == "float":
         grouped = grouped - rows_of(zero)
     exact, lowest = ratio(grouped, scale[..., None, :]), _least_step(zero, format)
@@ -129,8 +130,8 @@ def in_steps(
 
 
 def _nearest(exact: Array, format: Format) -> Array:
-    """The quantized values of a codebook's nearest numbers. A tie goes to the smaller number; for
-    8-bit floats, to the even mantissa."""
+    """The codes of the nearest codebook entries. A tie goes to the smaller entry; for 8-bit floats,
+    to the even mantissa."""
     if (dtype := format.float_dtype) is not None:
         return lax.bitcast_convert_type(rounded(exact, dtype).astype(dtype), jnp.uint8)
     bounds, codes = nearest(format.values, format.codebook in EVEN)
@@ -140,17 +141,17 @@ def _nearest(exact: Array, format: Format) -> Array:
 
 
 def rounded(values: Array, dtype: Any) -> Array:
-    """The nearest numbers of `dtype`, in float32: a conversion may round twice."""
+    """Rounds float32 to the nearest numbers of `dtype`; a conversion could round twice."""
     info = jnp.finfo(dtype)
     values = jnp.clip(values, -float(info.max), float(info.max))
     exponent = (lax.bitcast_convert_type(values, jnp.int32) >> 23 & 255) - 127
-    last = jnp.maximum(exponent, int(info.minexp)) - info.nmant  # of the last bit of the mantissa
+    last = jnp.maximum(exponent, int(info.minexp)) - info.nmant  # exponent of the last mantissa bit
     unit = lax.bitcast_convert_type(last + 127 << 23, jnp.float32)
     return jnp.round(values / unit) * unit
 
 
 def _least_number(format: Format) -> int:
-    """The quantized value whose number is nearest to 0."""
+    """The code of the codebook entry nearest to 0."""
     return int(np.nanargmin(np.abs(np.array(format.values, np.float32))))
 
 
@@ -166,7 +167,7 @@ def ratio(values: Array, scale: Array) -> Array:
 
 
 def _least_step(zero: Array | None, format: Format) -> Array | float:
-    """The value of quantized value 0, in units of the scale."""
+    """The value of code 0, in units of the scale."""
     if zero is None:
         return -float(format.offset)
     return -rows_of(zero) if format.zero == "integer" else 0.0
@@ -207,7 +208,7 @@ def fit(low: Array, high: Array, format: Format, dtype: Any) -> tuple[Array, Arr
 
 
 def _scale_of_zeros(format: Format) -> float:
-    """The scale of a group of zeros: 1 if a quantized value represents 0, else 0.
+    """The scale of a group of zeros: 1 if a code represents 0, else 0.
 
     Scales that share a factor with their neighbours are 0 too: 1 would affect the choice of that
     factor, or count as a scale too small for its group.
@@ -217,7 +218,7 @@ def _scale_of_zeros(format: Format) -> float:
 
 
 def _numbers(format: Format) -> np.ndarray:
-    """The finite numbers of the quantized values, in units of the scale, without a zero."""
+    """The finite numbers that codes represent, in units of the scale, without a zero."""
     if format.codebook is None:
         return np.arange(-format.offset, format.offset, dtype=np.float32)
     numbers = np.array(format.values, np.float32)
@@ -225,8 +226,8 @@ def _numbers(format: Format) -> np.ndarray:
 
 
 def _power_of_two(low: Array, high: Array, format: Format, empty: float) -> Array:
-    """The scale that brings the largest value to the largest power of two among the numbers;
-    `empty` for groups without extent.
+    """The power-of-two scale that brings a group's largest value to the binade of the largest
+    number; `empty` for groups without extent.
 
     Values between the largest number and the next power of two are clipped to that number.
     """

@@ -36,7 +36,7 @@ def scan(
     """
     if not callable(f):
         raise TypeError(
-            f"scan: f is {checks.brief(f)}, but it is a function of the carry and a slice."
+            f"scan: f is {checks.brief(f)}, but it must be a function of the carry and a slice."
         )
     for name, tree in (("init", init), ("xs", xs)):
         for leaf in jax.tree.leaves(tree):
@@ -48,8 +48,8 @@ def scan(
     shapes = [getattr(leaf, "shape", ()) for leaf in leaves]
     if length is not None and (not isinstance(length, int | np.integer) or length < 0):
         raise ValueError(
-            f"scan: length={checks.brief(length)}, but it is the number of steps, an integer from "
-            "0 on; leave it out where xs has arrays."
+            f"scan: length={checks.brief(length)}, but it must be the number of steps, an integer "
+            "from 0 on; leave it out where xs has arrays."
         )
     lengths = {shape[0] for shape in shapes if shape} | (set() if length is None else {length})
     if len(lengths) != 1 or () in shapes:

@@ -15,7 +15,7 @@ def partition_spec(array: Any, mesh: Any, *, k: Any, n: Any, lead: Any) -> Any:
     _check_axes(array, mesh, {"k": k, "n": n}, lead)
     if array.index is not None:
         raise ValueError(
-            "partition_spec: this is a view made by select, whose index has axes of its own; "
+            "partition_spec: this is a view made by select, whose index has separate axes; "
             "shard the stack."
         )
     return leaf_specs(array, k=k, n=n, lead=lead, own=own_parts(array, mesh, k, n))
@@ -25,13 +25,13 @@ def _check_axes(array: Any, mesh: Any, own: dict[str, Any], lead: Any) -> None:
     """Raises for entries that are not axes of the mesh, or that use an axis twice."""
     if not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh):
         raise TypeError(
-            f"partition_spec: mesh is {brief(mesh)}, but it is a jax.sharding.Mesh, as of "
+            f"partition_spec: mesh is {brief(mesh)}, but it must be a jax.sharding.Mesh, as of "
             "jax.make_mesh((8,), ('model',)), or an AbstractMesh."
         )
     if isinstance(lead, str) or not isinstance(lead, Sequence) or len(lead) > array.ndim - 2:
         raise TypeError(
-            f"partition_spec: lead is {brief(lead)}, but it is a tuple of an entry for each of the "
-            f"{array.ndim - 2} leading axes of shape {array.shape}, or fewer."
+            f"partition_spec: lead is {brief(lead)}, but it must be a tuple of an entry for each "
+            f"of the {array.ndim - 2} leading axes of shape {array.shape}, or fewer."
         )
     used: list[str] = []
     for name, entry in (*own.items(), *((f"lead[{i}]", entry) for i, entry in enumerate(lead))):
@@ -51,7 +51,7 @@ def _check_axes(array: Any, mesh: Any, own: dict[str, Any], lead: Any) -> None:
 
 
 class Own(NamedTuple):
-    """Whether groups, and the permutation, of each part of k are separate."""
+    """Whether each part of k has separate groups, and a separate permutation."""
 
     groups: bool
     order: bool

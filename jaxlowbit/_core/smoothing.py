@@ -37,8 +37,8 @@ def of_channels(caller: str, name: str, value: Any, k: int) -> Array:
     found = checks.array(caller, name, value, f"floats ({k},)")
     if found.dtype not in FLOATS or found.shape != (k,):
         raise ValueError(
-            f"{caller}: {name} is {checks.brief(found)}, but it is floats ({k},), one for each "
-            "input channel; cast or reshape it."
+            f"{caller}: {name} is {checks.brief(found)}, but it must be floats ({k},), one for "
+            "each input channel; cast or reshape it."
         )
     return found.astype(jnp.float32)
 
@@ -53,5 +53,5 @@ def check_values(caller: str, name: str, values: Array, rule: str, holds: Any) -
         first = int(np.argmax(wrong))
         raise ValueError(
             f"{caller}: {name} has {int(wrong.sum())} values that are not finite and {rule}, the "
-            f"first at {first} ({found[first]}); take them of other activations."
+            f"first at {first} ({found[first]}); compute them from other activations."
         )

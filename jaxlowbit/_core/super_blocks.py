@@ -1,4 +1,4 @@
-"""Scales of two levels: an integer per group, times a float per super-block of 256 rows.
+"""Two-level scales: an integer per group, times a float per super-block of 256 rows.
 
 Scales, and likewise float zeros, are bytes (..., rows, n). Each super-block has a row of bytes for
 each of its groups, two's complement integers, followed by two rows with its float16 floats: the low

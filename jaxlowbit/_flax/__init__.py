@@ -1,4 +1,4 @@
-"""What `jaxlowbit.nnx` and `jaxlowbit.linen` are made of; `rules` and `report` serve both."""
+"""Implementation of `jaxlowbit.nnx` and `jaxlowbit.linen`. `rules` and `report` serve both."""
 
 from .._requirements import require
 

@@ -17,7 +17,7 @@ OPTIONS = (*_FUNCTIONS, "use_bias", "dtype", "param_dtype", "preferred_element_t
 
 
 def inner(error: Exception) -> str:
-    """The message of an error without the name of the function in front."""
+    """The message of an error without the leading name of the function."""
     return re.sub(r"^[\w.]+: ", "", str(error))
 
 
@@ -29,15 +29,15 @@ def some(paths: Sequence[str]) -> str:
 def check_options(caller: str, options: Mapping[str, Any]) -> None:
     """Checks options of a layer by their names: functions, `use_bias` and dtypes.
 
-    **Raises:** `TypeError` for values that are no function, truth value or dtype, `ValueError` for
-    a dtype that weights cannot have.
+    **Raises:** `TypeError` for values that are not a function, bool or dtype, `ValueError` for a
+    dtype that weights cannot have.
     """
     for name, value in options.items():
         if name in _FUNCTIONS:
             if not callable(value):
                 raise TypeError(
-                    f"{caller}: {name} is {checks.brief(value)}, but it is a function, such as "
-                    "those of flax; leave it out for the default."
+                    f"{caller}: {name} is {checks.brief(value)}, but it must be a function, such "
+                    "as those of flax; leave it out for the default."
                 )
         elif name == "use_bias":
             checks.boolean(caller, name, value)
@@ -48,7 +48,7 @@ def check_options(caller: str, options: Mapping[str, Any]) -> None:
 def lhs_qtype(caller: str, value: Any) -> Any:
     """Returns a dtype of quantized activations, or None.
 
-    **Raises:** `TypeError` for a value that names no dtype, `ValueError` for another dtype.
+    **Raises:** `TypeError` for a value that is not a dtype, `ValueError` for another dtype.
     """
     return None if value is None else value_dtype(caller, "lhs_qtype", value)
 
@@ -128,7 +128,7 @@ def check_width(caller: str, name: str, found: Array, width: int) -> None:
         )
 
 
-# Models of other libraries, by the package of their class, and the way out.
+# Packages with models that `quantize_model` does not support, and the error's advice.
 _LIBRARIES = {
     "equinox": "an Equinox module, and there are no layers for Equinox; put quantize(weight.T, "
     "format) where a layer has its weight (out, in), and let it compute x @ weight",
@@ -143,7 +143,7 @@ _LIBRARIES = {
 
 
 def not_a_model(model: Any, wanted: str) -> TypeError:
-    """The error for a `model` that `quantize_model` does not take; `wanted` is the way out."""
+    """The error for a `model` that `quantize_model` does not support; `wanted` is the advice."""
     found = [cls.__module__.partition(".")[0] for cls in type(model).__mro__]
     library = next((_LIBRARIES[name] for name in found if name in _LIBRARIES), None)
     if library is not None:

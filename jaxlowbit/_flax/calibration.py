@@ -1,4 +1,4 @@
-"""Calibration of the layers of Flax models: what NNX and Linen share."""
+"""Calibration of the layers of Flax models, shared by NNX and Linen."""
 
 import contextlib
 import hashlib
@@ -20,12 +20,11 @@ _CALLER = "quantize_model"
 
 
 class Layers(NamedTuple):
-    """The layers of a model that are quantized.
+    """The layers of a model that are to be quantized.
 
-    - `formats`: by their names.
-    - `tables`: names of embeddings, which may have no product.
-    - `run`: runs a batch, and records the inputs of the named layers: `(names, batch, record)`.
-    - `replace`: quantizes a layer and returns the packed weight: `(name, quantizer, statistics)`.
+    - `formats`: by layer name.
+    - `tables`: names of embeddings, which the model may never multiply by.
+    - `run(names, batch, record)`: runs a batch and records the inputs of the named layers.
     """
 
     formats: Mapping[str, Format]

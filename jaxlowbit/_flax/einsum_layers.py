@@ -20,11 +20,11 @@ class EinsumLayer:
 
     **Arguments:**
 
-    - `module`: the class, or a regular expression for the whole of its qualified name, such as
-      `r"package\\.model\\.Einsum"`. Subclasses may compute something else, and do not match.
-    - `weight`: the name of the parameter; in Linen, or a function of the layer.
-    - `equation`: "inputs,weight->result", or a function that makes it of the layer and, in Linen,
-      of the arguments of its call. Its letters say which axes of the weight are contracted.
+    - `module`: the class, or a regular expression for its whole qualified name, such as
+      `r"package\\.model\\.Einsum"`. Subclasses do not match, since they may compute something else.
+    - `weight`: the name of the parameter; in Linen also a function from the layer to the name.
+    - `equation`: "inputs,weight->result", or a function from the layer (in Linen also the arguments
+      of its call) to the equation. Its letters determine which axes of the weight are contracted.
     - `inputs`: in Linen, the position of the inputs among the arguments of the call.
     - `bias`: the name of a parameter that is added to the result; None if there is none.
 
@@ -65,27 +65,27 @@ class EinsumLayer:
 
 @dataclasses.dataclass(frozen=True)
 class EinsumParameter:
-    """Parameters that the code of a model multiplies its inputs by, wherever it reads them.
+    """Parameters that a model's code multiplies its inputs by, without a layer.
 
-    `quantize_model(..., layers=[EinsumParameter(...)])` quantizes them, and the code stays as it
-    is: its use of the parameter is traced, and products run on the packed words. It may cast the
-    parameter, transpose it, reshape it and index its batch axes before it multiplies by it, by any
-    function of JAX that ends in `jax.lax.dot_general`, and look up features, as in embeddings.
-    Another use raises `ValueError` when the code runs.
+    `quantize_model(..., layers=[EinsumParameter(...)])` quantizes them without changes to the code:
+    the use of the parameter is traced, and products run on the packed words. The code may cast,
+    transpose and reshape the parameter and index its batch axes before the product, which any JAX
+    function that ends in `jax.lax.dot_general` may compute. It may also look up features, as in
+    embeddings. Any other use raises `ValueError` when the code runs.
 
     **Arguments:**
 
     - `path`: a regular expression, searched (`re.search`) in the dotted path of the parameter, such
       as `layers.0.mlp.gate_proj`.
-    - `equation`: "inputs,weight->result", or a function that makes it of the module that holds the
-      parameter. An axis of the weight is contracted if only the inputs have its letter, a feature
-      if only the result has it, and a batch axis, such as experts, if both have it; the code may
-      also take one index of a batch axis. First axes without a letter belong to a stack.
-    - `module`: the class of the module that holds the parameter, or a regular expression for the
-      whole of its qualified name; None for any.
-    - `embedding`: whether it is a table of embeddings, which a lone format keeps.
-    - `reader`: in NNX, the class of a module around it whose code reads the parameter too, as for a
-      tied head; None if only the module that holds it does.
+    - `equation`: "inputs,weight->result", or a function from the module with the parameter to the
+      equation. A letter of the weight is contracted if only the inputs have it, a feature if only
+      the result has it, and a batch axis, such as experts, if both have it; the code may also
+      select one index of a batch axis. Leading axes without a letter form a stack.
+    - `module`: the class of the module with the parameter, or a regular expression for its whole
+      qualified name; None for any.
+    - `embedding`: whether it is an embedding table, which a single format leaves in floats.
+    - `reader`: in NNX, the class of an outer module whose code reads the parameter too, as for a
+      tied head; None if only its own module does.
 
     **Raises:** `TypeError` for other arguments, `ValueError` for an invalid regular expression or
     equation.
@@ -134,7 +134,7 @@ def _check_fields(
     caller = type(described).__name__
     for name, (kinds, rule) in rules.items():
         if not isinstance(value := getattr(described, name), kinds):
-            raise TypeError(f"{caller}: {name} is {brief(value)}, but it is {rule}.")
+            raise TypeError(f"{caller}: {name} is {brief(value)}, but it must be {rule}.")
     if isinstance(described.equation, str):
         with within(caller):
             _, kernel, _ = Equation.check_form(described.equation)
@@ -157,7 +157,7 @@ def matches(module: type | str, kind: type) -> bool:
 
 
 def _told(described: Any, name: str, layer: Any, *args: Any) -> str:
-    """A string of a description, or the result of its function of the layer."""
+    """Returns a string field of a description, or the result of its function of the layer."""
     value, caller = getattr(described, name), type(described).__name__
     if isinstance(value, str):
         return value
@@ -170,20 +170,20 @@ def _told(described: Any, name: str, layer: Any, *args: Any) -> str:
         ) from error
     if not isinstance(found, str):
         raise ValueError(
-            f"{caller}: {name} of {type(layer).__name__} is {brief(found)}, but it is a "
+            f"{caller}: {name} of {type(layer).__name__} is {brief(found)}, but it must be a "
             "string; correct the function."
         )
     return found
 
 
 def split(layers: Any) -> tuple[list[EinsumLayer], list[EinsumParameter]]:
-    """The layers and the parameters that a caller of `quantize_model` describes."""
+    """Splits the `layers` of `quantize_model` into layers and parameters."""
     known = EinsumLayer | EinsumParameter
     if not isinstance(layers, Iterable) or not all(isinstance(x, known) for x in layers):
         raise TypeError(
-            f"quantize_model: layers is {brief(layers)}, but it is a list of EinsumLayer, which "
-            "say what multiplies by the parameters of other classes, and EinsumParameter, which "
-            "say it of parameters by their paths."
+            f"quantize_model: layers is {brief(layers)}, but it must be a list of EinsumLayer, "
+            "which say what multiplies by the parameters of other classes, and EinsumParameter, "
+            "which say it of parameters by their paths."
         )
     others = [x for x in layers if isinstance(x, EinsumLayer)]
     return others, [x for x in layers if isinstance(x, EinsumParameter)]

@@ -31,7 +31,7 @@ class Equation:
     only the inputs have it, and a feature if only the result has it. k is the product of the
     contracted sizes, n the product of the features. `parse` and `general` make equations.
 
-    - `inputs`, `kernel`, `out`: labels of the axes. "..." represents any number of rows.
+    - `inputs`, `kernel`, `out`: labels of the axes; "..." represents any number of axes of rows.
     - `kernel_shape`: sizes of the axes of the float kernel.
     """
 
@@ -101,13 +101,13 @@ class Equation:
 
     @staticmethod
     def check_form(text: str) -> tuple[str, ...]:
-        """Returns the three parts of "inputs,kernel->out".
+        """Splits "inputs,kernel->out" into its three parts.
 
         **Raises:** `TypeError` unless `text` is a string, `ValueError` for another form.
         """
         if not isinstance(text, str):
             raise TypeError(
-                f"The equation is {brief(text)}, but it is a string, 'inputs,kernel->out'."
+                f"The equation is {brief(text)}, but it must be a string, 'inputs,kernel->out'."
             )
         match = _EQUATION.fullmatch(text.replace(" ", ""))
         if match is None:
@@ -118,7 +118,7 @@ class Equation:
         return match.groups()
 
     def _reason(self) -> str | None:
-        """Why this is no product, or None."""
+        """Returns the reason why this is not a product, or None."""
         inputs, kernel, out = map(set, (self.inputs, self.kernel, self.out))
         for labels in (self.inputs, self.kernel, self.out):
             if len(set(labels)) < len(labels):
@@ -126,11 +126,11 @@ class Equation:
         if len(self.kernel) != len(self.kernel_shape):
             return f"has {len(self.kernel)} letters for a kernel of shape {self.kernel_shape}"
         if unknown := out - inputs - kernel:
-            return f"has {_listed(unknown)} in the result alone"
+            return f"has {_listed(unknown)} only in the result"
         if alone := kernel - inputs - out:
-            return f"sums the kernel alone over {_listed(alone)}"
+            return f"sums {_listed(alone)} of the kernel, which the inputs lack"
         if alone := inputs - kernel - out:
-            return f"sums the inputs alone over {_listed(alone)}"
+            return f"sums {_listed(alone)} of the inputs, which the kernel lacks"
         return None if (inputs & kernel) - out else "sums over no letter of both"
 
     # --- the matrix of the kernel -----------------------------------------------------------------
@@ -193,9 +193,10 @@ class Equation:
         return weight.reshape(*weight.shape[:lead], *self.batch, *self.matrix_shape)
 
     def matrix_entries(self, entries: Sequence[Any]) -> tuple[Any, ...]:
-        """The sharding of that matrix, given the sharding of the kernel.
+        """Returns the sharding of that matrix, given the sharding of the kernel.
 
-        An axis made of several is divided as the first of them is, since its parts are contiguous.
+        An axis merged from several is sharded like the first of them, since its parts are
+        contiguous.
         """
         lead = len(entries) - len(self.kernel)
         own = [entries[lead + axis] for axis in self.order]
@@ -204,7 +205,7 @@ class Equation:
 
     @property
     def bias_shape(self) -> tuple[int, ...]:
-        """Sizes of the axes of the result that the kernel has, as biases of Linen have them."""
+        """Sizes of the axes that result and kernel share, the shape of Linen's biases."""
         return self._sizes(tuple(x for x in self.out if x in self.kernel))
 
     # --- the product ------------------------------------------------------------------------------
@@ -218,7 +219,7 @@ class Equation:
         lhs_qtype: Any = None,
         preferred_element_type: Any = None,
     ) -> Array:
-        """The result of the equation. A bias of `bias_shape` is added before it is rounded.
+        """Computes the equation. A bias of `bias_shape` is added before the result is rounded.
 
         **Raises:** `ValueError` for inputs whose axes differ from the kernel's.
         """
@@ -250,7 +251,7 @@ class Equation:
         return out.transpose([found.index(x) for x in out_labels])
 
     def _expanded(self, inputs: Array) -> tuple[_Labels, _Labels]:
-        """Labels of the inputs and the result, with numbers for the axes of an ellipsis."""
+        """Labels of the inputs and the result; axes of an ellipsis are numbered."""
         extra = inputs.ndim - sum(x != "..." for x in self.inputs)
         if extra < 0 or (extra and "..." not in self.inputs):
             raise ValueError(
@@ -267,7 +268,7 @@ class Equation:
         return expand(self.inputs), expand(self.out)
 
     def _held_sizes(self, kernel: QuantizedArray) -> Mapping[Any, int]:
-        """Sizes by label. Inside `jax.shard_map`, a device holds a part of a single k or n axis."""
+        """Sizes by label. Inside `jax.shard_map`, a device has a shard of a single k or n axis."""
         sizes = dict(zip(self.kernel, self.kernel_shape, strict=True))
         for part, held in zip(self._parts[1:], (kernel.k, kernel.n), strict=True):
             if len(part) == 1:
@@ -284,7 +285,7 @@ class Equation:
 
 
 def positions(axes: Sequence[int], ndim: int) -> tuple[int, ...]:
-    """Axes counted from the front and sorted, as Flax matches them with axes of the kernel.
+    """Axes counted from the front and sorted; Flax pairs them with kernel axes in this order.
 
     **Raises:** `ValueError` for axes that inputs of `ndim` axes lack.
     """
@@ -304,8 +305,8 @@ def check_batch(axes: Sequence[int]) -> None:
     """Raises `ValueError` unless batch axes are the first axes of the inputs."""
     if sorted(axes) != list(range(len(axes))):
         raise ValueError(
-            f"The batch axes are {tuple(axes)}, but they are the first axes of the inputs, 0, 1 "
-            "and so on; transpose the inputs."
+            f"The batch axes are {tuple(axes)}, but they must be the first axes of the inputs, 0, "
+            "1 and so on; transpose the inputs."
         )
 
 

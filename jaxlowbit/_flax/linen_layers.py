@@ -1,7 +1,7 @@
 """The Linen layers, and the functions that replace calls of float layers.
 
 `QuantizedDense`, `QuantizedDenseGeneral` and `QuantizedEinsum` multiply by the matrix of an
-`Equation` of their fields and inputs; `QuantizedEmbed` looks up as well.
+`Equation`, made from their fields and inputs. `QuantizedEmbed` also looks up.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ def _multiply(
     bias: Array | None,
     weight: str | None = None,
 ) -> Array:
-    """The product of inputs with the kernel that a layer, perhaps a float one, has stored."""
+    """Multiplies inputs by the stored kernel of a layer, which may be a float layer."""
     kernel = kernel_of(layer, packing, equation, weight)
     like = stand_in(kernel, getattr(layer, "param_dtype", None))
     promote = getattr(layer, "promote_dtype", dtypes.promote_dtype)
@@ -49,13 +49,13 @@ def _multiply(
 
 
 class _Product(nn.Module):
-    """A layer that multiplies; subclasses have the fields."""
+    """Base class of layers that multiply; subclasses define the fields."""
 
-    _flat = True  # initialisers take the kernel and the bias as Flax passes them, or flat
+    _flat = True  # initializers get the shapes that Flax passes, or flat ones
 
     @staticmethod
     def equation_of(layer: Any, shape: tuple[int, ...]) -> Equation:
-        """The equation of the call of a layer, perhaps a float one, with inputs of `shape`."""
+        """The equation of a layer, which may be a float layer, for inputs of `shape`."""
         raise NotImplementedError
 
     @nn.compact
@@ -83,22 +83,22 @@ class _Product(nn.Module):
 class QuantizedDense(_Product):
     """`nn.Dense` with a quantized kernel: `inputs @ kernel.dequantize() + bias`.
 
-    The kernel's arrays are the variables `packed`, `scale`, `zero` (none in a format without one),
-    `permutation` (none unless a weight with permuted rows is put there), `version` and `padding`
-    (none where k and n are multiples of 64) of the collection `"quantized"`, so that gradients and
-    optimizers, which take `params`, pass the integers by; the bias remains in `params`.
+    The kernel's arrays are variables of the collection `"quantized"`: `packed`, `scale`, `zero` (if
+    the format has zeros), `permutation` (if a weight with permuted rows is assigned), `version` and
+    `padding` (unless k and n are multiples of 64). Gradients and optimizers of `params` therefore
+    skip the integers. The bias remains in `params`.
 
     **Arguments:** as `nn.Dense`, without `precision` and `dot_general`, and
 
-    - `format`: a `Format`, or its name. The kernel is initialised in `param_dtype`, then quantized;
+    - `format`: a `Format`, or its name. The kernel is initialized in `param_dtype`, then quantized;
       its scales have `param_dtype`: float32, bfloat16 or float16.
-    - `shards`: the number of equal parts of k and n when devices divide the kernel, as in
+    - `shards`: the numbers of shards of k and n if devices share the kernel, as in
       `jaxlowbit.quantize`.
     - `lhs_qtype`: `jnp.int8` or `jnp.float8_e4m3fn` to quantize the inputs in each call, as
       in `jaxlowbit.quantized_matmul`, or None.
 
-    **Raises:** `ValueError` where `jaxlowbit.quantize` does, and if applied to variables without
-    its kernel, or with one of other sizes.
+    **Raises:** `ValueError` if `jaxlowbit.quantize` does, and if applied to variables without a
+    kernel or with a kernel of other sizes.
 
     ```python
     layer = QuantizedDense(512, format=INT4)
@@ -137,8 +137,8 @@ class QuantizedDenseGeneral(_Product):
     **Arguments:** as `nn.DenseGeneral`, without `precision`, `dot_general` and
     `dot_general_cls`, and `format`, `shards` and `lhs_qtype` as in `QuantizedDense`.
 
-    **Raises:** `ValueError` where `jaxlowbit.quantize` does, for axes that the inputs lack,
-    and if applied to variables without its kernel, or with one of other sizes.
+    **Raises:** `ValueError` if `jaxlowbit.quantize` does, for axes that the inputs lack, and if
+    applied to variables without a kernel or with a kernel of other sizes.
 
     ```python
     layer = QuantizedDenseGeneral(512, format=INT4, axis=(-2, -1))
@@ -182,16 +182,16 @@ class QuantizedDenseGeneral(_Product):
 class QuantizedEinsum(_Product):
     """`nn.Einsum` with a quantized kernel, for equations that multiply the inputs by matrices.
 
-    The kernel is one matrix (*batch, k, n). Each of its letters is a batch axis if inputs and
-    result have it, an axis of k if only the inputs have it, and an axis of n if only the result has
-    it. Groups run along k. The kernel's arrays are variables of the collection `"quantized"`, as in
+    The kernel is one matrix (*batch, k, n). A letter of the kernel is a batch axis if inputs and
+    result have it, part of k if only the inputs have it, and part of n if only the result has it.
+    Groups run along k. The kernel's arrays are variables of the collection `"quantized"`, as in
     `QuantizedDense`; the bias remains in `params`.
 
     **Arguments:** as `nn.Einsum`, without `precision`; `einsum_str` is used in every call;
     and `format`, `shards` and `lhs_qtype` as in `QuantizedDense`.
 
-    **Raises:** `ValueError` where `jaxlowbit.quantize` does, for other equations, and if applied to
-    variables without its kernel, or with one of other sizes.
+    **Raises:** `ValueError` if `jaxlowbit.quantize` does, for other equations, and if applied to
+    variables without a kernel or with a kernel of other sizes.
 
     ```python
     layer = QuantizedEinsum((256, 4, 64), "btd,dnh->btnh", format=INT4)
@@ -223,18 +223,17 @@ class QuantizedEinsum(_Product):
 
 
 class QuantizedEmbed(nn.Module):
-    """`nn.Embed` with a quantized table, looked up by tokens and, in `attend`, multiplied by.
+    """`nn.Embed` with a quantized table, for lookups and for products (`attend`).
 
-    The table is packed as a matrix (features, num_embeddings), with groups along the features, so
-    that `attend` is a quantized product; a lookup reads the columns of its tokens and dequantizes
-    no other. The table's arrays are variables of the collection `"quantized"`, as in
-    `QuantizedDense`.
+    The table is packed as a matrix (features, num_embeddings) with groups along the features, so
+    `attend` is a quantized product and a lookup dequantizes only the columns of its tokens. The
+    table's arrays are variables of the collection `"quantized"`, as in `QuantizedDense`.
 
     **Arguments:** as `nn.Embed`, and `format`, `shards` (of the matrix) and
     `lhs_qtype` (of the queries of `attend`) as in `QuantizedDense`.
 
-    **Raises:** `ValueError` where `jaxlowbit.quantize` does, and if applied to variables without
-    its table, or with one of other sizes.
+    **Raises:** `ValueError` if `jaxlowbit.quantize` does, and if applied to variables without a
+    table or with a table of other sizes.
 
     ```python
     layer = QuantizedEmbed(1000, 256, format=INT4)
@@ -268,8 +267,8 @@ class QuantizedEmbed(nn.Module):
     def __call__(self, inputs: Any) -> Array:
         """Returns the embeddings (..., features) of tokens (...), integers.
 
-        A negative token counts from the end of the table, and one that the table has not gives
-        NaN, as in `nn.Embed`.
+        Negative tokens count from the end of the table, and tokens beyond the table give NaN, as in
+        `nn.Embed`.
         """
         return _embed(self, packing_of(self), inputs)
 
@@ -308,16 +307,16 @@ def _attend(layer: Any, packing: Packing, query: Any) -> Array:
 
 
 class Kind(NamedTuple):
-    """A class of float layers that can be quantized.
+    """A class of float layers that can be quantized, and how.
 
-    - `methods`: functions that compute instead of methods, given the layer and its packing first.
-    - `equation_of`: the equation of the weight, or of a stack of weights, given the shape; raises
-      `ValueError` for no product.
-    - `options`: attributes that a quantized product lacks; None is their neutral value.
+    - `methods`: functions that replace its methods; they get the layer and its packing first.
+    - `equation_of`: returns the equation of a weight, or of a stack of weights, given its shape;
+      raises `ValueError` if it is not a product.
+    - `options`: attributes that a quantized product does not support; None is the neutral value.
     - `weight`: the name of the weight among its parameters.
     - `table`: whether it is an embedding, which only a rule that matches its path quantizes.
-    - `equation`: for an `EinsumLayer`, the equation of a call. Such a layer goes by the path of its
-      parameter, since a module may have several.
+    - `equation`: for an `EinsumLayer`, the equation of a call. Such a layer is identified by the
+      path of its parameter, since a module may have several.
     - `bias`: the name of its bias among its parameters.
     """
 
@@ -331,7 +330,7 @@ class Kind(NamedTuple):
     bias: str | None = "bias"
 
     def key(self, path: Path) -> Path:
-        """The path of the parameter of a layer, given the path that identifies the layer."""
+        """The path of a layer's parameter, given the path that identifies the layer."""
         return path if self.equation is not None else (*path, self.weight)
 
 
@@ -346,7 +345,7 @@ def _calls(layer: type[_Product]) -> dict[str, Callable[..., Any]]:
 
 
 def _no_setup(layer: Any, packing: Packing) -> None:
-    """Skips the setup of a float embedding, which asks for its float table."""
+    """Skips the setup of a float embedding, which would require its float table."""
 
 
 def _dense_kernel(layer: Any, shape: tuple[int, ...]) -> Equation:
@@ -355,7 +354,7 @@ def _dense_kernel(layer: Any, shape: tuple[int, ...]) -> Equation:
 
 
 def _general_kernel(layer: nn.DenseGeneral, shape: tuple[int, ...]) -> Equation:
-    """Axes in front may be a stack or a batch, which both are a stack of matrices."""
+    """Leading axes are a stack or a batch; both are a stack of matrices."""
     features = len(as_tuple(layer.features))
     own = shape[len(shape) - features - len(as_tuple(layer.axis)) :]
     return Equation.general(own[:-features], own[-features:])
@@ -391,7 +390,7 @@ _KINDS = (
 )
 NAMES = ", ".join(f"nn.{kind.layer.__name__}" for kind in _KINDS)
 
-# Layers and parameters of other packages, known by the names of their classes.
+# Known layers and parameters of other packages, identified by class name.
 _KNOWN_LAYERS = (
     EinsumLayer(
         r"transformers\.models\.gpt2\.modeling_flax_gpt2\.FlaxConv1D",
@@ -425,7 +424,8 @@ KNOWN_PARAMETERS = (
 def kind_of(
     layer: Any, method: str | None = None, others: Sequence[EinsumLayer] = (), args: Any = ()
 ) -> Kind | None:
-    """The kind of a Flax layer or, for a call with `args`, of a layer class in `others`."""
+    """Returns the kind of a Flax layer or, for a call with `args`, of a layer described in
+    `others`."""
     if method == "__call__":
         for other in others:
             if other.matches(layer):
@@ -469,7 +469,7 @@ def _kind_of_other(layer: Any, other: EinsumLayer, args: Any) -> Kind:
 
 
 def parameter_kind(module: Any, name: str, other: EinsumParameter) -> Kind:
-    """The kind of a raw parameter of a module, which goes by its own path."""
+    """The kind of a raw parameter of a module, which is identified by its own path."""
     return Kind(
         type(module),
         {},

@@ -1,4 +1,4 @@
-"""`quantize_model` for Linen: the variables change, and the products of the module with them."""
+"""`quantize_model` for Linen: changes the variables, and the products that the module computes."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -47,49 +47,50 @@ def quantize_model(
     donate: bool = False,
     **kwargs: Any,
 ) -> tuple[QuantizedModel, dict[str, Any], QuantizationReport]:
-    """Quantizes the kernels of a model's linear layers; the module's code stays as it is.
+    """Quantizes the kernels of a model's linear layers, without changes to the module's code.
 
     Kernels move from `params` to the collection `"quantized"`, one array per variable, so `params`
-    holds floats only and can be differentiated and optimized as before. The layers, `nn.Dense`,
-    `nn.DenseGeneral` (with it attention), `nn.Einsum` and, if a rule names it, `nn.Embed`, are
-    found by tracing `module.apply` once, without computing: no other kind of layer changes.
-    Abstract variables, as from `jax.eval_shape(module.init, ...)`, give abstract ones. Within
-    `nn.scan` and `nn.vmap` the new collection is lifted like `params`: `variable_axes={"params": 0,
-    "quantized": 0}`.
+    contains only floats and can be differentiated and optimized as before. The quantized layers are
+    `nn.Dense`, `nn.DenseGeneral` (and so attention), `nn.Einsum` and, if a rule names it,
+    `nn.Embed`; other kinds do not change. They are found by tracing `module.apply` once, without
+    computing. Abstract variables, as from `jax.eval_shape(module.init, ...)`, give abstract
+    results. Within `nn.scan` and `nn.vmap` the new collection is lifted like `params`:
+    `variable_axes={"params": 0, "quantized": 0}`.
 
     **Arguments:**
 
-    - `module`, `variables`: the model, and what its `init` returned or a checkpoint holds.
-    - `rules`: a `Format`, or its name, such as `"int4"`, for every such layer but embeddings,
-      heads (by their usual names, or as wide as the vocabulary), routers and layers
-      that would grow; or regular expressions with a `Format`, or None to keep the layer, as a
-      mapping or pairs. Each is searched (`re.search`) in the dotted path of the layer, such as
-      `block_0.mlp.up`; the first that matches decides, and a layer that none matches is kept.
+    - `module`, `variables`: the model, and the result of its `init` or a checkpoint.
+    - `rules`: a `Format`, or its name, such as `"int4"`, for all of these layers except embeddings,
+      heads (with a usual name, or as wide as the vocabulary), routers and layers that would grow;
+      or regular expressions with a `Format`, or None to leave the layer in floats, as a mapping or
+      pairs. Each is searched (`re.search`) in the dotted path of the layer, such as
+      `block_0.mlp.up`. The first match decides; layers without a match stay in floats.
     - `args`, `kwargs`: inputs of `module.apply`; arrays or `jax.ShapeDtypeStruct` in `args`.
-    - `layers`: more to quantize: other classes of layers, each an `EinsumLayer`, and raw
-      parameters, each an `EinsumParameter`. Layers and parameters of gemma, and of GPT-2 in
-      transformers, are known. All go by the paths of their parameters.
-    - `keep`: a regular expression, or several, of more layers to keep in floats.
-    - `shards`: the number of equal parts of k and n when devices divide a kernel, as in
-      `jaxlowbit.quantize`, or a mapping of such regular expressions to these pairs.
+    - `layers`: further layers to quantize: other classes of layers, each an `EinsumLayer`, and raw
+      parameters, each an `EinsumParameter`. Parameters of gemma, and of GPT-2 in
+      transformers, are known. All are identified by the paths of their parameters.
+    - `keep`: one or several regular expressions of further layers to leave in floats.
+    - `shards`: the numbers of shards of k and n if devices share a kernel, as in
+      `jaxlowbit.quantize`, or a mapping from such regular expressions to these pairs.
     - `lhs_qtype`: `jnp.int8` or `jnp.float8_e4m3fn` to quantize the inputs of all quantized
       layers except embeddings in each call, as in `jaxlowbit.quantized_matmul`, or None; or a
-      mapping of such regular expressions, on the paths of quantized layers, to one of these.
-    - `quantizer`: rounds the weights; a name or a function, as for `jaxlowbit.quantize`.
+      mapping from such regular expressions, on the paths of quantized layers, to one of these.
+    - `quantizer`: the name of the quantizer, or a function, as for `jaxlowbit.quantize`.
     - `calibration`: None, or inputs for quantizers that read statistics, such as `"gptq"`: batches
       of `model.apply(variables, batch)`, or a `jaxlowbit.quantizers.Calibration`.
-    - `donate`: whether to delete each kernel of `variables` once it is quantized, so that beyond
-      the given variables one layer exists twice at most. They are of no use after that.
+    - `donate`: whether to delete each kernel of `variables` once it is quantized. `variables`
+      cannot be used afterwards, and at most one layer exists twice.
 
-    **Returns:** the model to `apply`, its variables, and a `QuantizationReport`, a table when
-    printed: sizes, errors, what multiplies, and the parameters that are not covered.
+    **Returns:** the model to `apply`, its variables, and a `QuantizationReport` with the sizes,
+    errors and backends of the layers, and the parameters that are not covered. It prints as a
+    table.
 
-    **Raises:** before anything is quantized or deleted, `TypeError` for another type of module or
-    rules; `ValueError` if the call reaches no such layer, for rules that decide about
-    none or keep them all, and for all chosen layers that cannot be replaced: because of their
-    options, their weights, as `jaxlowbit.quantize` does, or since the model computes their weights
-    in each call, as in `nn.WeightNorm`, `nn.SpectralNorm` and `nn.map_variables`. **Warns**
-    (`UserWarning`) where more than a tenth of the bytes is in parameters that no such layer holds.
+    **Raises:** before anything is quantized or deleted: `TypeError` for another type of module or
+    rules; `ValueError` if the call runs no such layer, for rules that match no layer or leave all
+    layers in floats, and for all chosen layers that cannot be replaced: because of their options or
+    weights, as in `jaxlowbit.quantize`, or because the model computes their weights in each call,
+    as in `nn.WeightNorm`, `nn.SpectralNorm` and `nn.map_variables`. **Warns** (`UserWarning`) if
+    more than a tenth of the bytes is in parameters outside of such layers.
 
     ```python
     model, variables, report = quantize_model(module, variables, INT4, x)
@@ -145,7 +146,7 @@ def quantize_model(
 
 
 class _Calibrated(NamedTuple):
-    """A model whose layers are quantized one after the other: `params` and `stored` change."""
+    """A model whose layers are quantized one after the other; updates `params` and `stored`."""
 
     module: nn.Module
     layers: tuple[EinsumLayer, ...]
@@ -158,7 +159,7 @@ class _Calibrated(NamedTuple):
     def calibrated(
         self, chosen: Mapping[Path, Layer], quantizer: Any, calibration: Calibration
     ) -> dict[Path, LayerReport]:
-        """The reports of the layers, which are quantized with statistics of their inputs."""
+        """Quantizes the layers with statistics of their inputs, and returns their reports."""
         paths = {".".join(path): path for path in chosen}
         reports: dict[Path, LayerReport] = {}
 
@@ -262,8 +263,8 @@ def _check_model(module: Any, variables: Any) -> None:
         raise not_a_model(module, wanted)
     if not isinstance(variables, Mapping):
         raise TypeError(
-            f"quantize_model: variables is {brief(variables)}, but it is what init returned, a "
-            f"mapping with 'params': {call}."
+            f"quantize_model: variables is {brief(variables)}, but it must be what init returned, "
+            f"a mapping with 'params': {call}."
         )
     if "params" not in variables:
         raise ValueError(
@@ -308,7 +309,7 @@ def _rest(
 
 
 def _reason(path: Path, layer: Layer, choice: Choice, params: Mapping[Path, Any]) -> str | None:
-    """Why a layer cannot be replaced, or None."""
+    """Returns the reason why a layer cannot be replaced, or None."""
     name, keep = ".".join(path), "with a rule of its path and None."
     if reason := _unsupported(path, layer, params):
         return f"the layer {name!r} {reason}. Keep it, {keep}"
@@ -328,11 +329,12 @@ def _reason(path: Path, layer: Layer, choice: Choice, params: Mapping[Path, Any]
 
 
 def _unsupported(path: Path, layer: Layer, params: Mapping[Path, Any]) -> str | None:
-    """Why a layer cannot be replaced: its class, options or parameter. None if it can."""
+    """Returns the reason in a layer's class, options or parameter why it cannot be replaced, or
+    None."""
     kind, module = layer.kind, layer.module
     for option in kind.options:
         if getattr(module, option) is not None:
-            return f"has {option}={getattr(module, option)!r}, which a quantized product has not"
+            return f"has {option}={getattr(module, option)!r}, but quantized layers lack it"
     if type(module) is not kind.layer:
         expected, found = kind.layer.__name__, type(module).__name__
         return f"is {found}, and a subclass of nn.{expected} may compute something else"
@@ -342,9 +344,9 @@ def _unsupported(path: Path, layer: Layer, params: Mapping[Path, Any]) -> str | 
         return f"has no {kind.weight} of its own path in params, which it shares with another layer"
     if not layer.plain:
         return (
-            f"multiplies by what is computed from its {kind.weight} in each call, as in "
-            "nn.WeightNorm, nn.SpectralNorm and nn.map_variables, or by a part of a stack along "
-            f"another axis than the first, so that quantizing the {kind.weight} would change the "
-            "model; store what is computed as the parameter of a plain layer"
+            f"computes its factor from {kind.weight} in each call, as nn.WeightNorm, "
+            "nn.SpectralNorm and nn.map_variables do, or slices a stack along another axis than "
+            f"the first, so quantizing {kind.weight} would change the model; store the computed "
+            "factor as the parameter of a plain layer"
         )
     return None

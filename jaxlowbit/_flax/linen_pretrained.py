@@ -1,4 +1,5 @@
-"""`quantize_pretrained`: Flax models of transformers, which hold a module and its parameters."""
+"""`quantize_pretrained`: quantizes Flax models of transformers, which wrap a module and
+parameters."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,21 +29,21 @@ def quantize_pretrained(
 ) -> QuantizationReport:
     """Quantizes a `FlaxPreTrainedModel` of transformers, in place.
 
-    After that the model is called as before, and `generate` works. Its `params` has the float
-    parameters and, under the key `"quantized"`, the packed arrays, so that functions that take
-    `params=` take them under `jax.jit` too.
+    The model is then called as before, and `generate` works. Its `params` contains the float
+    parameters and, under the key `"quantized"`, the packed arrays, so functions that take `params=`
+    get both, also under `jax.jit`.
 
     **Arguments:**
 
     - `model`: the model, with its parameters.
     - `rules`, `layers`, `keep`, `shards`, `lhs_qtype`, `quantizer`: as for `quantize_model`.
-      Paths begin in the module inside, such as `model.layers.0.mlp.up_proj`.
-    - `args`, `kwargs`: arguments of the model; such a call, without computing, finds layers.
+      Paths begin in the wrapped module, such as `model.layers.0.mlp.up_proj`.
+    - `args`, `kwargs`: arguments of a call of the model, which is traced to find the layers.
 
-    **Returns:** a `QuantizationReport`, a table when printed.
+    **Returns:** a `QuantizationReport`, which prints as a table.
 
-    **Raises:** `TypeError` for another type of model; `ValueError` for one that is quantized, and
-    where `quantize_model` does. The model is then as it was.
+    **Raises:** `TypeError` for another type of model; `ValueError` for a quantized model, and if
+    `quantize_model` does. The model is then unchanged.
 
     ```python
     report = quantize_pretrained(pretrained, INT8, input_ids)
@@ -57,9 +58,9 @@ def quantize_pretrained(
         )
     if not isinstance(module, nn.Module) or not isinstance(getattr(model, "params", None), Mapping):
         raise TypeError(
-            f"quantize_pretrained: the model is {brief(model)}, but it is a FlaxPreTrainedModel of "
-            "transformers, with an nn.Module and its params; for a module itself, use "
-            "quantize_model(module, variables, rules, inputs)."
+            f"quantize_pretrained: the model is {brief(model)}, but it must be a "
+            "FlaxPreTrainedModel of transformers, with an nn.Module and its params; for a module "
+            "itself, use quantize_model(module, variables, rules, inputs)."
         )
     variables, args, kwargs = _applied(model, module, args, kwargs)
     options: Any = {"layers": layers, "keep": keep, "shards": shards, "quantizer": quantizer}
@@ -74,11 +75,11 @@ def quantize_pretrained(
 
 
 class _ReachedError(Exception):
-    """Ends a call of a model before it applies its module."""
+    """Raised to end a call of a model when it applies its module."""
 
 
 class _Recorder:
-    """Replaces a module, and records the arguments of `apply`."""
+    """Stands in for a module, and records the arguments of `apply`."""
 
     def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
         self.variables, self.args, self.kwargs = variables, args, kwargs
@@ -86,7 +87,7 @@ class _Recorder:
 
 
 def _applied(model: Any, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-    """The variables and arguments that a call of the model applies its module to."""
+    """The variables and arguments that a call of the model passes to its module."""
     recorder = _Recorder()
     model._module = recorder
     try:
@@ -102,7 +103,7 @@ def _applied(model: Any, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any
 
 
 class _Module:
-    """A module whose variables have the quantized arrays among the parameters."""
+    """A module whose variables contain the quantized arrays among the parameters."""
 
     def __init__(self, model: QuantizedModel) -> None:
         self.model = model

@@ -20,18 +20,18 @@ from .weight_program import run
 from .weight_view import WeightView
 from .weights import Packing, Path
 
-_PACKING = "packing"  # a variable of each kernel while a model is applied, never stored
+_PACKING = "packing"  # a variable of each kernel during apply, never stored
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedModel:
-    """A Linen module some of whose layers have quantized kernels; see `quantize_model`.
+    """A Linen module with quantized kernels in some layers; see `quantize_model`.
 
-    Immutable and hashable. `apply`, `init` and `bind` take the arguments of the module's, and
-    quantized variables; nothing else of a module depends on its kernels.
+    Immutable and hashable. `apply`, `init` and `bind` take the same arguments as the module's, with
+    quantized variables; other methods of a module do not depend on its kernels.
 
     - `packings`: how each weight is packed, by its path.
-    - `layers`: the layers of other classes that were described.
+    - `layers`: the descriptions of layers of other classes.
     """
 
     module: nn.Module
@@ -45,7 +45,7 @@ class QuantizedModel:
 
     @property
     def _raw(self) -> list[tuple[Path, Packing, Path, Equation]]:
-        """Parameters that code reads itself, with their paths in `params` and equations."""
+        """Raw parameters, with their paths in `params` and equations."""
         return [(path, x, *x.raw) for path, x in self.packings if x.raw is not None]
 
     @property
@@ -56,9 +56,9 @@ class QuantizedModel:
     def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
         """`module.apply`, with the same arguments, on the quantized variables.
 
-        **Raises:** `ValueError` if the kernel of a quantized layer is not among the variables, or
-        has other sizes than the layer and its inputs; these are errors of `flax.errors` too, those
-        that the float layer raises.
+        **Raises:** `ValueError` if the kernel of a quantized layer is missing in the variables, or
+        has other sizes than the layer and its inputs. These errors are also the errors of
+        `flax.errors` that the float layer raises.
         """
         held = self._with_packings(variables)
 
@@ -73,9 +73,9 @@ class QuantizedModel:
         return result, _without_packings(changed)
 
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """`module.init`, with the same arguments, whose kernels are then quantized.
+        """Runs `module.init`, with the same arguments, and quantizes the kernels.
 
-        Layers that these arguments do not reach are not initialised, as in the module.
+        Like the module, initializes only layers that these arguments run.
         """
         variables: Any = self.module.init(rngs, *args, **kwargs)
         params = traverse_util.flatten_dict(core.unfreeze(variables["params"]))
@@ -105,28 +105,29 @@ class QuantizedModel:
     ) -> "BoundModel":
         """`module.bind`, with the same arguments, on the quantized variables.
 
-        **Returns:** the bound module: it is called, and has the methods and submodules of the
-        module, `variables`, and `unbind`.
+        **Returns:** the bound module. It can be called, and has the module's methods and
+        submodules, `variables`, and `unbind`.
 
-        **Raises:** `ValueError` for a model with packed parameters that its code reads, which
-        only `apply` runs.
+        **Raises:** `ValueError` for a model with packed raw parameters, which only `apply`
+        supports.
         """
         if raw := self._raw:
             path = ".".join(raw[0][2])
             raise ValueError(
-                f"QuantizedModel.bind: {path} is packed, and code that reads it is run by apply "
-                "alone; use apply, with method= for a method, or keep it in floats, with a rule "
+                f"QuantizedModel.bind: {path} is packed, and only apply can run code that reads "
+                "it; use apply, with method= for a method, or keep it in floats, with a rule "
                 "of its path and None."
             )
         held = self._with_packings(variables)
         return BoundModel(self, self.module.bind(held, *args, rngs=rngs, mutable=mutable))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module, which raises Flax's error: variables come by `apply` or `bind`."""
+        """Calls the module, which raises Flax's error: variables are passed to `apply` or
+        `bind`."""
         return self.module(*args, **kwargs)
 
     def _with_floats(self, apply: Any, variables: Any, kwargs: Any) -> Any:
-        """The result of `apply`, which takes float parameters, with packed ones in their place."""
+        """Runs `apply` as a function of float parameters, with packed ones in their place."""
         views, paths = {}, {}
         arrays: Any = traverse_util.flatten_dict(core.unfreeze(variables.get(COLLECTION, {})))
         for path, packing, key, equation in self._raw:
@@ -148,7 +149,7 @@ class QuantizedModel:
 
     @contextlib.contextmanager
     def _multiplying(self) -> Iterator[None]:
-        """A context: calls of quantized layers of the module multiply by packed words."""
+        """Context manager: calls of the module's quantized layers multiply by packed words."""
         packings = self._called
 
         def multiply(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
@@ -171,10 +172,10 @@ class QuantizedModel:
             yield
 
     def _with_packings(self, variables: Any) -> dict[str, Any]:
-        """The variables with the packing of each kernel among its arrays."""
+        """Adds the packing of each kernel to its arrays in the variables."""
         if not isinstance(variables, Mapping):
             raise TypeError(
-                f"QuantizedModel: variables is {brief(variables)}, but it is the mapping of "
+                f"QuantizedModel: variables is {brief(variables)}, but it must be the mapping of "
                 "collections that quantize_model returned; pass that."
             )
         arrays = traverse_util.flatten_dict(core.unfreeze(variables.get(COLLECTION, {})))
@@ -182,7 +183,7 @@ class QuantizedModel:
         return {**variables, COLLECTION: traverse_util.unflatten_dict({**arrays, **beside})}
 
     def _part(self, module: nn.Module, path: Path) -> "QuantizedModel":
-        """The model of a submodule, which was at `path`."""
+        """The model of the submodule at `path`."""
 
         size = len(path)
         parts = ((key[size:], x) for key, x in self.packings if key[:size] == path)
@@ -190,7 +191,7 @@ class QuantizedModel:
 
 
 class BoundModel:
-    """A module, perhaps a submodule, that `QuantizedModel.bind` has bound to its variables."""
+    """A module, or a submodule, bound to its variables by `QuantizedModel.bind`."""
 
     def __init__(self, model: QuantizedModel, module: nn.Module) -> None:
         self._model, self._module = model, module
@@ -233,12 +234,12 @@ class BoundModel:
 
 
 def stored_arrays(path: Path, arrays: Mapping[str, Any]) -> dict[Path, Any]:
-    """The variables of one weight by their paths in the collection."""
+    """The variables of one weight, by their paths in the collection."""
     return {(*path, name): array for name, array in arrays.items()}
 
 
 def _with_params(variables: Mapping[str, Any], floats: Mapping[Path, Any]) -> Mapping[str, Any]:
-    """The variables with more parameters."""
+    """Adds parameters to the variables."""
     if not floats:
         return variables
     params: Any = traverse_util.flatten_dict(core.unfreeze(variables.get("params", {})))
@@ -246,7 +247,7 @@ def _with_params(variables: Mapping[str, Any], floats: Mapping[Path, Any]) -> Ma
 
 
 def _without_packings(variables: Any) -> Any:
-    """The variables without the packings of their kernels."""
+    """Removes the packings of kernels from the variables."""
     if COLLECTION not in variables:
         return variables
     arrays = traverse_util.flatten_dict(core.unfreeze(variables[COLLECTION]))

@@ -1,4 +1,4 @@
-"""Layers of a Linen model, found with the parameters that they multiply by, by tracing a call."""
+"""Finds the layers of a Linen model, and the parameters that they use, by tracing a call."""
 
 import collections
 import dataclasses
@@ -18,7 +18,7 @@ from .linen_variables import value_of
 from .weights import Path, Sizes
 
 _MARK = "jaxlowbit layer "
-# A new context makes `nn.jit` trace again; calls in a cached trace are not intercepted.
+# A new context makes `nn.jit` trace again, since calls in a cached trace are not intercepted.
 _tracing = jax.make_user_context()
 
 
@@ -26,12 +26,13 @@ _tracing = jax.make_user_context()
 class Layer:
     """A layer that a model calls.
 
-    - `path`: the path of the module; under `nn.jit`, of a layer like it, whose trace it shares.
-    - `shape`: the shape of the weight in the call, without the axes that lifts map over; empty if
-      the layer has no weight there.
-    - `plain`: whether the weight is a parameter itself, perhaps one of a stack along first axes.
-    - `raw`: the equation of a parameter that the code multiplies by wherever it reads it: one that
-      an `EinsumParameter` describes, or the table of an `nn.Embed` that other code reads too.
+    - `path`: the path of the module. `nn.jit` may trace several modules once; they share one path.
+    - `shape`: the shape of the weight in the call, without axes that lifted transforms map over;
+      empty if the layer has no weight there.
+    - `plain`: whether the weight is a parameter, or one of a stack along leading axes, and not
+      computed.
+    - `raw`: the equation of a raw parameter: one described by an `EinsumParameter`, or the table of
+      an `nn.Embed` that other code reads too.
     """
 
     kind: Kind
@@ -49,7 +50,7 @@ class Layer:
     def equation_of(self, weight: Any) -> Equation:
         """The equation of a weight, or of a stack of weights.
 
-        **Raises:** `ValueError` if it is no product.
+        **Raises:** `ValueError` if it is not a product.
         """
         return self.kind.equation_of(self.module, weight.shape)
 
@@ -67,19 +68,19 @@ def find_layers(
     described: Sequence[EinsumLayer] = (),
     parameters: Sequence[EinsumParameter] = (),
 ) -> tuple[dict[Path, Layer], dict[Path, str]]:
-    """The layers that `module.apply` calls, in the order of their calls, without computing.
+    """Finds the layers that `module.apply` calls, in the order of their calls, without computing.
 
-    Raw parameters that are described come last. The second result has the class of every module
-    that runs, by its path.
+    Described raw parameters come last. The second result maps the path of every module that runs to
+    its class.
 
-    The weight of each call is marked in the traced program, and followed back to its parameter. The
-    path of the parameter is the layer's, also in a trace that `nn.jit` shares between layers.
+    The weight of each call is marked in the traced program, and the mark is followed back to a
+    parameter. This gives the path, also for layers that share a trace under `nn.jit`.
     """
     params = traverse_util.flatten_dict(core.unfreeze(variables.get("params", {})))
     recorder = _Recorder(module, described)
     program = _traced(module, params, variables, args, kwargs, recorder)
     keys = [key for key, boxed in params.items() for _ in jax.tree.leaves(boxed)]
-    sources = dict(zip(program.invars, keys, strict=False))  # other operands follow
+    sources = dict(zip(program.invars, keys, strict=False))  # the other operands are not parameters
     found: dict[Path, Layer] = {}
     marks = collections.Counter()
     for name, key in _marks(program, sources):
@@ -103,13 +104,13 @@ def find_layers(
 
 
 class _Recorder:
-    """Intercepts the calls of a model: records the layers, and marks their weights."""
+    """Intercepts the calls of a model, to record the layers and mark their weights."""
 
     def __init__(self, module: nn.Module, described: Sequence[EinsumLayer]) -> None:
         self.described = described
         self.calls: dict[str, Layer] = {}
         self.modules: dict[Path, nn.Module] = {}
-        # A layer with an empty path in a model is applied by `.apply` to computed variables.
+        # Skips layers with an empty path: code applies them with `.apply` to computed variables.
         self.in_model = kind_of(module) is None
 
     def __call__(self, next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
@@ -136,7 +137,7 @@ def _traced(
     kwargs: Any,
     recorder: _Recorder,
 ) -> Any:
-    """The program of `module.apply`, whose first operands are the parameters."""
+    """Traces `module.apply`; the first operands of the program are the parameters."""
     others = {name: held for name, held in variables.items() if name != "params"}
     leaves, tree = jax.tree.flatten(args)
     arrays = {i: leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "shape")}
@@ -144,7 +145,7 @@ def _traced(
     def apply(weights: list[Any], others: Any, arrays: dict[int, Any]) -> Any:
         held = traverse_util.unflatten_dict(dict(zip(params, weights, strict=True)))
         given = [arrays.get(i, leaf) for i, leaf in enumerate(leaves)]
-        args = jax.tree.unflatten(tree, given)  # numbers and names are no operands
+        args = jax.tree.unflatten(tree, given)  # numbers and names are not operands
         return module.apply({**others, "params": held}, *args, **kwargs)
 
     with _tracing(object()), nn.intercept_methods(recorder):
@@ -156,7 +157,7 @@ def _raw_parameters(
     modules: Mapping[Path, nn.Module],
     described: Sequence[EinsumParameter],
 ) -> dict[Path, Layer]:
-    """The parameters that are described, by their paths, in modules that run."""
+    """The described parameters of modules that run, by their paths."""
     found: dict[Path, Layer] = {}
     used: list[EinsumParameter] = []
     for key, boxed in params.items():
@@ -177,20 +178,21 @@ def _raw_layer(key: Path, shape: tuple[int, ...], module: Any, other: EinsumPara
     kind = parameter_kind(module, key[-1], other)
     try:
         equation = other.parsed(module, shape)
-    except ValueError:  # raised again once rules have chosen the parameter
+    except ValueError:  # raised later, if rules choose the parameter
         return Layer(kind, module, key[:-1], shape)
     letters = len(equation.kernel_shape)
     return Layer(kind, module, key[:-1], shape[len(shape) - letters :], raw=equation)
 
 
 def _holds(boxed: Any, key: Path, layer: Layer) -> bool:
-    """Whether a parameter is the weight of a layer or a stack of such, along its first axes."""
+    """Whether a parameter is the weight of a layer, or a stack of such weights along leading
+    axes."""
     shape = value_of(boxed).shape
     return key[-1] == layer.kind.weight and shape[len(shape) - len(layer.shape) :] == layer.shape
 
 
 def _uses(program: Any, sources: Mapping[Any, Path]) -> collections.Counter[Path]:
-    """How many operations of a program take each parameter, but for marks."""
+    """Counts the operations of a program that use each parameter, without marks."""
     uses: collections.Counter[Path] = collections.Counter()
     for equation in program.eqns:
         operands = [None if isinstance(x, Literal) else sources.get(x) for x in equation.invars]
@@ -204,9 +206,9 @@ def _uses(program: Any, sources: Mapping[Any, Path]) -> collections.Counter[Path
 
 
 def _marks(program: Any, sources: Mapping[Any, Path]) -> Iterator[tuple[str, Path | None]]:
-    """The name of each mark, and the parameter that it marks, or None.
+    """The name of each mark, with the parameter that it marks, or None.
 
-    An inner program, as of `jit`, `scan` or `checkpoint`, takes the last operands of its equation.
+    The operands of an inner program (`jit`, `scan`, `checkpoint`) are the last of its equation.
     """
     for equation in program.eqns:
         operands = [None if isinstance(x, Literal) else sources.get(x) for x in equation.invars]

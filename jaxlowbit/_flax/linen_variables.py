@@ -1,4 +1,4 @@
-"""The collection that holds quantized weights in Linen."""
+"""The collection of quantized weights in Linen."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,13 +23,13 @@ COLLECTION = "quantized"
 """The collection of the arrays of quantized weights."""
 
 PADDING = "padding"
-"""The variable that tells how much of the words is padding: zeros (..., 1 + rows, 1 + columns).
+"""The variable with the amount of padding: zeros (..., 1 + rows, 1 + columns).
 
-Only its shape counts, which is known while tracing and which lifts and checkpoints keep."""
+Only its shape matters, which is static under tracing and preserved by lifts and checkpoints."""
 
 
 class _KernelError(ValueError):
-    """A `ValueError` with the message as it is: errors of Flax take its parts, and add a link."""
+    """A `ValueError` with an unchanged message; Flax's errors would format it and add a link."""
 
     def __init__(self, message: str) -> None:
         Exception.__init__(self, message)
@@ -39,7 +39,7 @@ class _KernelError(ValueError):
 
 
 class KernelShapeError(_KernelError, errors.ScopeParamShapeError):
-    """The kernel has other sizes than the inputs and the layer."""
+    """The sizes of the kernel differ from the sizes of the inputs and the layer."""
 
 
 class KernelNotFoundError(_KernelError, errors.ScopeParamNotFoundError):
@@ -47,18 +47,18 @@ class KernelNotFoundError(_KernelError, errors.ScopeParamNotFoundError):
 
 
 class QueryWidthError(_KernelError, TypeError):
-    """A query has another width than the table; JAX raises `TypeError` for the float layer."""
+    """The width of a query differs from the table's; JAX raises `TypeError` for the float layer."""
 
 
 def value_of(variable: Any) -> Any:
-    """The array in a variable, perhaps boxed; no sharding constraint moves it."""
+    """The array in a variable, which may be boxed, without a sharding constraint."""
     return variable.value if isinstance(variable, meta.Partitioned) else nn.unbox(variable)
 
 
 def quantized(
     weight: Any, packing: Packing, equation: Equation
 ) -> tuple[QuantizedArray, dict[str, Any]]:
-    """The matrix of a weight, and its variables, boxed with their names if the weight is boxed."""
+    """The matrix of a weight, and its variables; boxed with axis names if the weight is boxed."""
     value = value_of(weight)
     kernel = quantize_weight(value, packing.format, equation.matrix, packing.shards)
     if not isinstance(weight, meta.Partitioned):
@@ -80,7 +80,7 @@ def variables_of(array: QuantizedArray) -> dict[str, Any]:
 
 
 def _padding(kernel: QuantizedArray) -> Any:
-    """The variable `PADDING` of a kernel, perhaps abstract; None for one without padding."""
+    """The variable `PADDING` of a kernel, which may be abstract; None without padding."""
     k, n = _stored_shape(kernel.packed)
     if (k, n) == (kernel.k, kernel.n):
         return None
@@ -94,7 +94,7 @@ def _padding(kernel: QuantizedArray) -> Any:
 
 
 def _stored_shape(packed: Any, padding: Any = None) -> tuple[int, int]:
-    """k and n of words, with their padding unless `PADDING` tells how much that is."""
+    """k and n of words, without the padding if `PADDING` gives it."""
     n_blocks, k_blocks, _ = packed.shape[-3:]
     rows, columns = (1, 1) if padding is None else padding.shape[-2:]
     return k_blocks * layout.ATOM + 1 - rows, n_blocks * layout.ATOM + 1 - columns
@@ -112,7 +112,7 @@ def _sharding(box: meta.Partitioned, value: Any, equation: Equation) -> MatrixSh
 
 
 def packing_of(module: Any) -> Packing:
-    """How a quantized layer packs its weight.
+    """Returns how a quantized layer packs its weight.
 
     **Raises:** `TypeError` and `ValueError` for an invalid format, shards, dtype or other option.
     """
@@ -129,7 +129,7 @@ def packing_of(module: Any) -> Packing:
 def initialise(
     module: Any, packing: Packing, weight: Callable[[], Any], equation: Equation
 ) -> None:
-    """Puts the quantized weight into the collection, when `module` is being initialised."""
+    """Stores the quantized weight in the collection while `module` is initialized."""
     if module.is_initializing() and not module.has_variable(COLLECTION, "packed"):
         try:
             variables = quantized(weight(), packing, equation)[1]
@@ -142,12 +142,12 @@ def initialise(
 def kernel_of(
     module: Any, packing: Packing, equation: Equation, weight: str | None = None
 ) -> QuantizedArray:
-    """The kernel that `module` has in the collection, the matrix of `equation`.
+    """The kernel of `module` in the collection, the matrix of `equation`.
 
     The arrays of an `EinsumLayer` are under the name of its `weight`.
 
-    **Raises:** `KernelNotFoundError` without a kernel there, `KernelShapeError` for one of another
-    size, and for a stack.
+    **Raises:** `KernelNotFoundError` if it is missing, `KernelShapeError` for other sizes and for a
+    stack.
     """
     name = f"{type(module).__name__}: {'.'.join(module.path) or 'the layer'}"
     kernel = held_kernel(name, _held(module, weight), packing, equation)
@@ -162,14 +162,14 @@ def kernel_of(
 def held_kernel(
     name: str, held: Mapping[str, Any], packing: Packing, equation: Equation
 ) -> QuantizedArray:
-    """The kernel, perhaps a stack, in the variables `held`; errors begin with `name`.
+    """The kernel, or a stack of kernels, in the variables `held`; errors begin with `name`.
 
     **Raises:** as `kernel_of` does.
     """
     if "packed" not in held:
         raise KernelNotFoundError(
             f"{name} has no kernel in the collection {COLLECTION!r}. Pass the variables that "
-            f"hold it; inside nn.scan or nn.vmap, add {COLLECTION!r}: 0 to variable_axes."
+            f"contain it; inside nn.scan or nn.vmap, add {COLLECTION!r}: 0 to variable_axes."
         )
     arrays = {array: value_of(held.get(array)) for array in (*ARRAYS, PADDING)}
     if not jax.sharding.get_abstract_mesh().manual_axes:  # where arrays and inputs are parts
@@ -189,7 +189,7 @@ def _held(module: Any, weight: str | None) -> Mapping[str, Any]:
 
 
 def _other_sizes(packing: Packing, equation: Equation, packed: Any, padding: Any) -> str | None:
-    """Why inputs or the layer have other sizes than the kernel, or None."""
+    """Returns the reason why inputs or the layer do not fit the kernel, or None."""
     sizes = equation.contracted, equation.features
     if packing.sizes not in (None, sizes):
         return _meets(sizes, "that was quantized", packing.sizes)
@@ -201,7 +201,7 @@ def _other_sizes(packing: Packing, equation: Equation, packed: Any, padding: Any
         shape = tuple(1 + whole - size for whole, size in zip(stored, asked, strict=True))
         way_out = (
             f" If the kernel is {asked} and was stored without {PADDING!r}, add {PADDING!r}: "
-            f"jnp.zeros({shape}, jnp.uint8) beside 'packed'."
+            f"jnp.zeros({shape}, jnp.uint8) next to 'packed'."
         )
     return _meets(asked, "in its variables", stored) + way_out
 

@@ -1,6 +1,6 @@
 """The NNX layers: `QuantizedLinear`, `QuantizedLinearGeneral`, `QuantizedEinsum`, `QuantizedEmbed`.
 
-`QuantizedModule` holds a packed weight, the matrix of an `Equation`. `QuantizedLayer` multiplies by
+`QuantizedModule` has a packed weight, the matrix of an `Equation`. `QuantizedLayer` multiplies by
 it, and each of the four classes adds the arguments of the Flax layer that it replaces.
 """
 
@@ -37,8 +37,8 @@ class QuantizedLayer(QuantizedModule):
 
     - `float_layer`: the class that it replaces.
     - `weight_name`: the name of the weight there.
-    - `constructor`: the name of the public class method that does it.
-    - `unsupported`: options that a quantized product lacks, with their neutral values.
+    - `constructor`: the name of the class method that replaces a float layer.
+    - `unsupported`: options that a quantized product does not support, with their neutral values.
     """
 
     float_layer: ClassVar[Any]
@@ -51,7 +51,7 @@ class QuantizedLayer(QuantizedModule):
     preferred_element_type: Any = None
 
     def _set_options(self, lhs_qtype: Any, **options: Any) -> None:
-        """Checks options, and sets them as attributes, except for initialisers."""
+        """Checks the options and, except for initializers, sets them as attributes."""
         caller = type(self).__name__
         self.lhs_qtype = arguments.lhs_qtype(caller, lhs_qtype)
         arguments.check_options(caller, options)
@@ -61,7 +61,8 @@ class QuantizedLayer(QuantizedModule):
 
     @classmethod
     def check_layer(cls, layer: Any) -> None:
-        """Raises unless this class can replace a float layer: its class, options and equation."""
+        """Raises unless this class can replace a float layer, by its class, options and
+        equation."""
         kind, name = cls.float_layer.__name__, f"{cls.__name__}.{cls.constructor}"
         if type(layer) is not cls.float_layer:
             raise TypeError(
@@ -82,7 +83,7 @@ class QuantizedLayer(QuantizedModule):
     def from_layer(
         cls, layer: Any, format: Format | str, shards: Shards = (1, 1), lhs_qtype: Any = None
     ) -> Self:
-        """Returns the layer that quantizes the weight of a float layer and shares its bias."""
+        """Quantizes the weight of a float layer, and shares its bias."""
         cls.check_layer(layer)
         weight = getattr(layer, cls.weight_name)
         bias = {name for name in ("bias", "use_bias", "bias_shape") if hasattr(layer, name)}
@@ -101,7 +102,7 @@ class QuantizedLayer(QuantizedModule):
     def _multiply(
         self, inputs: Array, equation: Equation, out_sharding: Any, *bias: Any, name: str = "inputs"
     ) -> Array:
-        """The result of an equation after promotion. `name` is the argument name of the inputs."""
+        """Computes an equation after promotion. `name` is the argument name of the inputs."""
         kernel = self._single_kernel()
         like = stand_in(kernel, self.param_dtype)
 
@@ -124,25 +125,25 @@ class QuantizedLayer(QuantizedModule):
 class QuantizedLinear(QuantizedLayer):
     """`nnx.Linear` with a quantized kernel: `inputs @ kernel.dequantize() + bias`.
 
-    The kernel's arrays are the variables `packed`, `scale`, `zero` (None in a format without one),
-    `permutation` (None unless a weight with permuted rows is put into the layer) and `version`;
-    `kernel` is the `QuantizedArray` they form. The bias remains an `nnx.Param`.
+    The kernel's arrays are the variables `packed`, `scale`, `zero` (None if the format has no
+    zeros), `permutation` (None unless a weight with permuted rows is assigned) and `version`;
+    `kernel` returns them as a `QuantizedArray`. The bias remains an `nnx.Param`.
 
     **Arguments:** as `nnx.Linear`, and
 
-    - `format`: a `Format`, or its name. The kernel is initialised in `param_dtype`, then quantized;
+    - `format`: a `Format`, or its name. The kernel is initialized in `param_dtype`, then quantized;
       its scales have `param_dtype`: float32, bfloat16 or float16.
-    - `shards`: the number of equal parts of k and n when devices divide the kernel, as in
+    - `shards`: the numbers of shards of k and n if devices share the kernel, as in
       `jaxlowbit.quantize`.
     - `lhs_qtype`: `jnp.int8` or `jnp.float8_e4m3fn` to quantize the inputs in each call, as
       in `jaxlowbit.quantized_matmul`, or None.
     - `preferred_element_type`: dtype of the product: float32, or None for the dtype of the promoted
       inputs.
 
-    Sharding metadata of the kernel, from `nnx.with_partitioning` or `kernel_metadata`, goes over to
-    its arrays, so that `nnx.get_partition_spec` says where each is divided.
+    The arrays inherit the sharding metadata of the kernel, from `nnx.with_partitioning` or
+    `kernel_metadata`, so `nnx.get_partition_spec` returns the sharding of each.
 
-    **Raises:** `ValueError` where `jaxlowbit.quantize` does.
+    **Raises:** `ValueError` if `jaxlowbit.quantize` does.
 
     ```python
     layer = QuantizedLinear(256, 512, format=INT4, rngs=nnx.Rngs(0))
@@ -201,14 +202,15 @@ class QuantizedLinear(QuantizedLayer):
         shards: Shards = (1, 1),
         lhs_qtype: Any = None,
     ) -> "QuantizedLinear":
-        """The layer that quantizes the kernel of `linear` and shares its bias variable.
+        """Makes a layer with the quantized kernel of `linear` and its bias variable, which both
+        share.
 
-        An abstract layer, made under `nnx.eval_shape`, gives an abstract one. Sharding metadata of
-        the kernel goes over to its arrays.
+        An abstract layer, made under `nnx.eval_shape`, gives an abstract one. The arrays inherit
+        the sharding metadata of the kernel.
 
-        **Raises:** `TypeError` unless the class of `linear` is `nnx.Linear`, `ValueError` if it
-        sets a `dot_general` or `precision`, which the quantized product does not have, where
-        `jaxlowbit.quantize` raises, and for a kernel sharded in parts that `shards` do not fit.
+        **Raises:** `TypeError` unless the class of `linear` is `nnx.Linear`; `ValueError` if it
+        sets a `dot_general` or `precision`, which quantized products do not support, if
+        `jaxlowbit.quantize` raises, and for a kernel whose sharding `shards` do not match.
 
         ```python
         model.head = QuantizedLinear.from_linear(model.head, INT4)
@@ -235,14 +237,15 @@ class QuantizedLinearGeneral(QuantizedLayer):
     """`nnx.LinearGeneral` with a quantized kernel, which is one matrix (*batch, k, n).
 
     k is the product of `in_features`, n the product of `out_features`; groups run along k, whose
-    last axis varies fastest. The kernel's arrays are the variables of `QuantizedLinear`, `kernel`
-    is the `QuantizedArray` they form, and the bias, of shape (*batch, *out_features), remains an
-    `nnx.Param`.
+    last axis varies fastest. The kernel's arrays are variables as in `QuantizedLinear`, and
+    `kernel` returns them as a `QuantizedArray`. The bias, of shape (*batch, *out_features), remains
+    an `nnx.Param`.
 
     **Arguments:** as `nnx.LinearGeneral`, without `precision`, `dot_general` and
     `dot_general_cls`, and `format`, `shards` and `lhs_qtype` as in `QuantizedLinear`.
 
-    **Raises:** `ValueError` where `jaxlowbit.quantize` does, and for axes that do not fit.
+    **Raises:** `ValueError` if `jaxlowbit.quantize` does, and for axes that do not match the
+    inputs.
 
     ```python
     layer = QuantizedLinearGeneral((4, 64), 512, axis=(-2, -1), format=INT4, rngs=nnx.Rngs(0))
@@ -305,8 +308,8 @@ class QuantizedLinearGeneral(QuantizedLayer):
         self.axis = arguments.axes(caller, "axis", axis)
         if not isinstance(batch_axis, Mapping):
             raise TypeError(
-                f"{caller}: batch_axis is {checks.brief(batch_axis)}, but it is a mapping from "
-                "the first axes to their sizes, such as {0: 8}."
+                f"{caller}: batch_axis is {checks.brief(batch_axis)}, but it must be a mapping "
+                "from the first axes to their sizes, such as {0: 8}."
             )
         arguments.axes(caller, "batch_axis", tuple(batch_axis))
         if batch_axis:
@@ -328,13 +331,15 @@ class QuantizedLinearGeneral(QuantizedLayer):
         shards: Shards = (1, 1),
         lhs_qtype: Any = None,
     ) -> "QuantizedLinearGeneral":
-        """The layer that quantizes the kernel of `linear` and shares its bias variable.
+        """Makes a layer with the quantized kernel of `linear` and its bias variable, which both
+        share.
 
-        As `QuantizedLinear.from_linear`. If k or n has several axes, the first gives the sharding.
+        Like `QuantizedLinear.from_linear`. If k or n has several axes, the first gives the
+        sharding.
 
-        **Raises:** `TypeError` unless the class of `linear` is `nnx.LinearGeneral`, `ValueError` if
-        it sets a `dot_general`, `dot_general_cls` or `precision`, which the quantized product does
-        not have, and where `jaxlowbit.quantize` raises.
+        **Raises:** `TypeError` unless the class of `linear` is `nnx.LinearGeneral`; `ValueError` if
+        it sets a `dot_general`, `dot_general_cls` or `precision`, which quantized products do not
+        support, and if `jaxlowbit.quantize` raises.
 
         ```python
         attention.out = QuantizedLinearGeneral.from_linear_general(attention.out, INT4)
@@ -365,15 +370,15 @@ class QuantizedLinearGeneral(QuantizedLayer):
 class QuantizedEinsum(QuantizedLayer):
     """`nnx.Einsum` with a quantized kernel, for equations that multiply the inputs by matrices.
 
-    The kernel is one matrix (*batch, k, n). Each of its letters is a batch axis if inputs and
-    result have it, an axis of k if only the inputs have it, and an axis of n if only the result has
-    it. Groups run along k. The kernel's arrays are the variables of `QuantizedLinear`, `kernel` is
-    the `QuantizedArray` they form, and the bias remains an `nnx.Param`.
+    The kernel is one matrix (*batch, k, n). A letter of the kernel is a batch axis if inputs and
+    result have it, part of k if only the inputs have it, and part of n if only the result has it.
+    Groups run along k. The kernel's arrays are variables as in `QuantizedLinear`, and `kernel`
+    returns them as a `QuantizedArray`. The bias remains an `nnx.Param`.
 
     **Arguments:** as `nnx.Einsum`, without `precision` and `einsum_op`, and `format`,
     `shards` and `lhs_qtype` as in `QuantizedLinear`.
 
-    **Raises:** `ValueError` where `jaxlowbit.quantize` does, and for other equations.
+    **Raises:** `ValueError` if `jaxlowbit.quantize` does, and for other equations.
 
     ```python
     layer = QuantizedEinsum("btd,dnh->btnh", (256, 4, 64), format=INT4, rngs=nnx.Rngs(0))
@@ -436,13 +441,15 @@ class QuantizedEinsum(QuantizedLayer):
         shards: Shards = (1, 1),
         lhs_qtype: Any = None,
     ) -> "QuantizedEinsum":
-        """The layer that quantizes the kernel of `einsum` and shares its bias variable.
+        """Makes a layer with the quantized kernel of `einsum` and its bias variable, which both
+        share.
 
-        As `QuantizedLinear.from_linear`. If k or n has several axes, the first gives the sharding.
+        Like `QuantizedLinear.from_linear`. If k or n has several axes, the first gives the
+        sharding.
 
-        **Raises:** `TypeError` unless the class of `einsum` is `nnx.Einsum`, `ValueError` if it
-        sets an `einsum_op` or `precision`, which the quantized product does not have, for an
-        equation that is no product with matrices, and where `jaxlowbit.quantize` raises.
+        **Raises:** `TypeError` unless the class of `einsum` is `nnx.Einsum`; `ValueError` if it
+        sets an `einsum_op` or `precision`, which quantized products do not support, for an equation
+        that is not a product with matrices, and if `jaxlowbit.quantize` raises.
 
         ```python
         model.query = QuantizedEinsum.from_einsum(model.query, INT4)
@@ -459,9 +466,9 @@ class QuantizedEinsum(QuantizedLayer):
     ) -> Array:
         """Returns the result of the equation, plus the bias.
 
-        `einsum_str` may name the axes of the inputs and the result otherwise, but not change the
-        part of each axis of the kernel, which is packed by that. `out_sharding` is the
-        sharding of the result, on a mesh with Explicit axes.
+        `einsum_str` may rename axes of the inputs and the result, but each axis of the kernel must
+        stay a batch axis, contracted or a feature, since the kernel is packed for that.
+        `out_sharding` is the sharding of the result, on a mesh with Explicit axes.
         """
         caller, equation = type(self).__name__, self._equation
         inputs = arguments.activations(caller, "inputs", inputs)
@@ -477,17 +484,17 @@ class QuantizedEinsum(QuantizedLayer):
 
 
 class QuantizedEmbed(QuantizedLayer):
-    """`nnx.Embed` with a quantized table, looked up by tokens and, in `attend`, multiplied by.
+    """`nnx.Embed` with a quantized table, for lookups and for products (`attend`).
 
-    The table is packed as a matrix (features, num_embeddings), with groups along the features, so
-    that `attend` is a quantized product; a lookup reads the columns of its tokens and dequantizes
-    no other. The table's arrays are the variables of `QuantizedLinear`, and `kernel` is the
-    `QuantizedArray` they form.
+    The table is packed as a matrix (features, num_embeddings) with groups along the features, so
+    `attend` is a quantized product and a lookup dequantizes only the columns of its tokens. The
+    table's arrays are variables as in `QuantizedLinear`, and `kernel` returns them as a
+    `QuantizedArray`.
 
     **Arguments:** as `nnx.Embed`, and `format`, `shards` (of the matrix) and
     `lhs_qtype` (of the queries of `attend`) as in `QuantizedLinear`.
 
-    **Raises:** `ValueError` where `jaxlowbit.quantize` does.
+    **Raises:** `ValueError` if `jaxlowbit.quantize` does.
 
     ```python
     embed = QuantizedEmbed(1000, 256, format=INT4, rngs=nnx.Rngs(0))
@@ -536,9 +543,9 @@ class QuantizedEmbed(QuantizedLayer):
         shards: Shards = (1, 1),
         lhs_qtype: Any = None,
     ) -> "QuantizedEmbed":
-        """The layer that quantizes the table of `embed`, as `QuantizedLinear.from_linear` does.
+        """Makes a layer with the quantized table of `embed`, like `QuantizedLinear.from_linear`.
 
-        **Raises:** `TypeError` unless the class of `embed` is `nnx.Embed`, `ValueError` where
+        **Raises:** `TypeError` unless the class of `embed` is `nnx.Embed`, `ValueError` if
         `jaxlowbit.quantize` raises.
 
         ```python
@@ -554,9 +561,8 @@ class QuantizedEmbed(QuantizedLayer):
     def __call__(self, inputs: Any, out_sharding: Any = None) -> Array:
         """Returns the embeddings (..., features) of tokens (...), integers.
 
-        A negative token counts from the end of the table, and one that the table has not gives
-        NaN, as in `nnx.Embed`. `out_sharding` is the sharding of the
-        result, on a mesh with Explicit axes.
+        Negative tokens count from the end of the table, and tokens beyond the table give NaN, as in
+        `nnx.Embed`. `out_sharding` is the sharding of the result, on a mesh with Explicit axes.
         """
         table = self._single_kernel()
         like = stand_in(table, self.param_dtype)

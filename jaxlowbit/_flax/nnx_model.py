@@ -1,4 +1,4 @@
-"""`quantize_model` for NNX: layers are replaced in place, one after the other."""
+"""`quantize_model` for NNX: replaces layers in place, one after the other."""
 
 import dataclasses
 import string
@@ -47,7 +47,7 @@ def _dense_equation(layer: Any) -> str:
     return f"...{letters[:count]},{letters}->...{letters[count:]}"
 
 
-# Layers and parameters of other packages, known by the names of their classes.
+# Known layers and parameters of other packages, identified by class name.
 _KNOWN_LAYERS = (
     EinsumLayer(r"tunix\.models\.\w+\.model\.Einsum", "w", lambda layer: layer.einsum_str),
 )
@@ -97,46 +97,46 @@ def quantize_model(
     quantizer: Any = None,
     calibration: Any = None,
 ) -> QuantizationReport:
-    """Replaces the linear layers of a model, in place, by layers with quantized kernels.
+    """Replaces the linear layers of a model, in place, with quantized layers.
 
-    Layers change one by one, and each float kernel is dropped before the next is read: beyond the
-    model, one layer exists twice at most. A layer that stands in several places is replaced by
-    one layer in all of them. An abstract model, made under `nnx.eval_shape`, becomes an abstract
-    quantized one, ready for `nnx.update` with stored arrays.
+    Layers are replaced one by one, and each float kernel is freed before the next is read, so at
+    most one layer exists twice. A layer that occurs in several places is replaced by one layer in
+    all of them. An abstract model, made under `nnx.eval_shape`, becomes an abstract quantized one,
+    ready for `nnx.update` with stored arrays.
 
     **Arguments:**
 
     - `model`: any tree of modules, lists and dicts. Layers of class `nnx.Linear`,
-      `nnx.LinearGeneral` (with it attention), `nnx.Einsum` and, if a rule names it, `nnx.Embed`
-      change; norms and convolutions stay.
-    - `rules`: a `Format`, or its name, such as `"int4"`, for every such layer but embeddings,
-      heads (by their usual names, or as wide as the vocabulary), routers and layers
-      that would grow; or regular expressions with a `Format`, or None to keep the layer, as a
-      mapping or pairs. Each is searched (`re.search`) in the dotted path of the layer, such as
-      `blocks.0.mlp.up`; the first that matches decides, and a layer that none matches is kept.
-    - `layers`: more to quantize: other classes of layers, each an `EinsumLayer`, and raw
-      parameters, each an `EinsumParameter`, which go by their own paths. Layers and parameters of
+      `nnx.LinearGeneral` (and so attention), `nnx.Einsum` and, if a rule names it, `nnx.Embed` are
+      replaced; norms and convolutions are not.
+    - `rules`: a `Format`, or its name, such as `"int4"`, for all of these layers except embeddings,
+      heads (with a usual name, or as wide as the vocabulary), routers and layers that would grow;
+      or regular expressions with a `Format`, or None to leave the layer in floats, as a mapping or
+      pairs. Each is searched (`re.search`) in the dotted path of the layer, such as
+      `blocks.0.mlp.up`. The first match decides; layers without a match stay in floats.
+    - `layers`: further layers to quantize: other classes of layers, each an `EinsumLayer`, and raw
+      parameters, each an `EinsumParameter`, identified by their paths. Parameters of
       google-tunix, MaxText and mamba2-jax are known.
-    - `keep`: a regular expression, or several, of more layers to keep in floats.
-    - `shards`: the number of equal parts of k and n when devices divide a kernel, as in
-      `jaxlowbit.quantize`, or a mapping of such regular expressions to these pairs.
+    - `keep`: one or several regular expressions of further layers to leave in floats.
+    - `shards`: the numbers of shards of k and n if devices share a kernel, as in
+      `jaxlowbit.quantize`, or a mapping from such regular expressions to these pairs.
     - `lhs_qtype`: `jnp.int8` or `jnp.float8_e4m3fn` to quantize the inputs of all quantized
       layers except embeddings in each call, as in `jaxlowbit.quantized_matmul`, or None; or a
-      mapping of such regular expressions, on the paths of quantized layers, to one of these.
-    - `quantizer`: rounds the weights; a name or a function, as for `jaxlowbit.quantize`.
+      mapping from such regular expressions, on the paths of quantized layers, to one of these.
+    - `quantizer`: the name of the quantizer, or a function, as for `jaxlowbit.quantize`.
     - `calibration`: None, or inputs for quantizers that read statistics, such as `"gptq"`: batches
-      of `model(batch)`, or a `jaxlowbit.quantizers.Calibration`. An error during calibration leaves
-      the layers before it quantized.
+      of `model(batch)`, or a `jaxlowbit.quantizers.Calibration`. After an error during calibration,
+      the layers processed before it stay quantized.
 
-    **Returns:** a `QuantizationReport`, a table when printed: sizes, errors, what multiplies, and
-    the parameters that are not covered.
+    **Returns:** a `QuantizationReport` with the sizes, errors and backends of the layers, and the
+    parameters that are not covered. It prints as a table.
 
-    **Raises:** with the model untouched, `TypeError` for another type of model or rules;
-    `ValueError` for a model without such layers, for rules that decide about no layer or
-    keep them all, and for all chosen layers that cannot be replaced: because of their options,
-    their weights, as `jaxlowbit.quantize` does, or since `nnx.WeightNorm` or `nnx.SpectralNorm`
-    rewrites their weights in each call. **Warns** (`UserWarning`) where more than a tenth of the
-    bytes is in parameters that no such layer holds.
+    **Raises:** with the model unchanged: `TypeError` for another type of model or rules;
+    `ValueError` for a model without such layers, for rules that match no layer or leave all layers
+    in floats, and for all chosen layers that cannot be replaced: because of their options or
+    weights, as in `jaxlowbit.quantize`, or because `nnx.WeightNorm` or `nnx.SpectralNorm` rewrites
+    their weights in each call. **Warns** (`UserWarning`) if more than a tenth of the bytes is in
+    parameters outside of such layers.
 
     ```python
     model = nnx.Sequential(nnx.Linear(256, 512, rngs=rngs), nnx.Linear(512, 256, rngs=rngs))
@@ -174,10 +174,10 @@ def quantize_model(
 
 
 class _Kind(NamedTuple):
-    """How a layer, or the module of a raw parameter, is quantized.
+    """How to quantize a kind of layer, or the module of a raw parameter.
 
-    - `weight`: the attribute that holds its weight.
-    - `equation`: the equation of the weight; raises `ValueError` if it is no product.
+    - `weight`: the name of the attribute with its weight.
+    - `equation`: returns the equation of the weight; raises `ValueError` if it is not a product.
     - `check`: raises `TypeError` or `ValueError` for a layer that cannot be replaced.
     - `quantize`: makes the quantized layer, given the format, shards and activation dtype.
     - `table`: whether it is an embedding.
@@ -191,7 +191,7 @@ class _Kind(NamedTuple):
 
 
 def _kind_of(node: Any, described: Sequence[EinsumLayer]) -> _Kind | None:
-    """The kind of a layer of Flax, of another package, or one that the caller describes."""
+    """Returns the kind of a layer of Flax, of another package, or one that the caller describes."""
     for other in (*described, *_KNOWN_LAYERS):
         if other.matches(node):
             return _kind_of_other(node, other)
@@ -230,7 +230,7 @@ def _kind_of_other(node: Any, other: EinsumLayer) -> _Kind:
         bias = None if other.bias is None else getattr(layer, other.bias)
         if bias is not None:
             new.bias, new.bias_shape = bias, bias.get_value().shape
-        # Code around the layer may read its other attributes, such as its shape.
+        # Code outside the layer may read its other attributes, such as its shape.
         for name, told in vars(layer).items():
             if not hasattr(new, name) and not isinstance(told, nnx.Variable | nnx.Module):
                 setattr(new, name, told)
@@ -252,10 +252,10 @@ def _kind_of_parameter(name: str, other: EinsumParameter) -> _Kind:
 
 @dataclasses.dataclass
 class _Place:
-    """A layer, and every container and key under which a model holds it.
+    """A layer, with every container and key that refers to it in the model.
 
-    The `layer` of a raw parameter is the module that holds it; `readers` are the outer modules
-    whose code reads it too.
+    For a raw parameter, `layer` is its module, and `readers` are the outer modules whose code reads
+    it too.
     """
 
     layer: Any
@@ -286,7 +286,7 @@ class _Place:
 def _places(
     model: nnx.Module, layers: Sequence[EinsumLayer | EinsumParameter], *, partly: bool = False
 ) -> list[_Place]:
-    """Every layer and raw parameter that can be quantized, once, in the order of attributes.
+    """All layers and raw parameters that can be quantized, once each, in the order of attributes.
 
     `partly`: whether some of them are quantized already.
     """
@@ -308,7 +308,7 @@ def _places(
 def _parameters(
     model: nnx.Module, described: Sequence[EinsumParameter], partly: bool
 ) -> list[_Place]:
-    """Every raw parameter that can be quantized, by the modules that hold it."""
+    """All raw parameters that can be quantized, by their modules."""
     places: list[_Place] = []
     used: list[EinsumParameter] = []
     paths: list[str] = []
@@ -340,7 +340,7 @@ def _parameters(
 def _reason(
     place: _Place, choice: Choice, owners: dict[int, list[str]], rewritten: dict[int, str]
 ) -> str | None:
-    """Why a layer cannot be replaced, or None."""
+    """Returns the reason why a layer cannot be replaced, or None."""
     name, kind = place.paths[0] or "the model", place.kind
     try:
         kind.check(place.layer)
@@ -349,14 +349,14 @@ def _reason(
     if not all(isinstance(holder, nnx.Pytree | list | dict) for holder, _ in place.holders):
         return (
             f"{name} is the model itself or an element of a tuple, where nothing can be "
-            "replaced; quantize the layer alone, as with QuantizedLinear.from_linear, or use "
+            "replaced; quantize the layer itself, as with QuantizedLinear.from_linear, or use "
             "an nnx.List instead of the tuple."
         )
     sharing = owners[id(place.weight)]
     if len(sharing) > 1:
         return (
-            f"{' and '.join(sharing)} share one kernel variable, which one of them cannot "
-            "quantize alone; share the layer itself, or keep it with a rule of its path and "
+            f"{' and '.join(sharing)} share one kernel variable, which must be quantized "
+            "for all or none; share the layer itself, or keep it with a rule of its path and "
             "None."
         )
     if wrapper := rewritten.get(id(place.layer)):
@@ -463,7 +463,7 @@ def _check_model(model: Any) -> None:
 
 
 def _rest(model: nnx.Module, places: list[_Place]) -> Rest:
-    """The parameters of a model but the weights of its layers."""
+    """The parameters of a model except the weights of its layers."""
     weights = {id(place.weight) for place in places}
     layers = {id(place.layer) for place in places if not place.raw}
     found, seen = Rest(), set(weights)
@@ -481,7 +481,7 @@ def _rest(model: nnx.Module, places: list[_Place]) -> Rest:
 
 
 def _owners(model: nnx.Module) -> dict[int, list[str]]:
-    """The paths of the modules that hold each variable."""
+    """The paths of the modules that have each variable as an attribute."""
     owners: dict[int, list[str]] = {}
     for path, module in nnx.iter_modules(model):
         for child in vars(module).values():
@@ -491,7 +491,8 @@ def _owners(model: nnx.Module) -> dict[int, list[str]]:
 
 
 def _rewritten(model: nnx.Module) -> dict[int, str]:
-    """The modules inside one that rewrites their parameters when it is called, and its class."""
+    """Maps the modules inside of wrappers that rewrite parameters in each call to the wrapper's
+    class."""
     return {
         id(module): f"nnx.{type(wrapper).__name__}"
         for _, wrapper in nnx.iter_modules(model)
@@ -503,7 +504,7 @@ def _rewritten(model: nnx.Module) -> dict[int, str]:
 def _walk(
     path: tuple[Any, ...], holder: Any, key: Any, node: Any, visited: set[int]
 ) -> Iterator[tuple[tuple[Any, ...], Any, Any, Any]]:
-    """Path, holder, key and node of every edge of the model; goes below each node once."""
+    """Path, container, key and node of every edge of the model; descends into each node once."""
     yield path, holder, key, node
     if id(node) in visited:
         return

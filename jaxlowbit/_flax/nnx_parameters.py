@@ -1,4 +1,4 @@
-"""Raw parameters of NNX modules: packed in place, and multiplied by where the code reads them."""
+"""Packed raw parameters of NNX modules, and the products of code that reads them."""
 
 import functools
 import re
@@ -17,11 +17,11 @@ from .weights import Shards, stand_in
 
 
 class QuantizedParameter(QuantizedModule):
-    """Replaces a raw parameter once it is packed; `quantize_model` puts it there.
+    """Replaces a raw parameter; `quantize_model` creates it.
 
-    It has the `shape` and the `dtype` of the float parameter; `kernel` is the `QuantizedArray`, and
-    its arrays are the variables of `QuantizedLinear`. Code inside the methods of the module that
-    holds it sees a float parameter, whose products are quantized.
+    `shape` and `dtype` describe the float parameter. `kernel` is the `QuantizedArray`, whose
+    arrays are variables as in `QuantizedLinear`. Inside the methods of its module, code sees a
+    float parameter, whose products are quantized.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class QuantizedParameter(QuantizedModule):
 
     @property
     def value(self) -> jax.ShapeDtypeStruct:
-        """The shape and dtype of the float parameter, for code that asks it for them."""
+        """The shape and dtype of the float parameter, for code that reads only these."""
         return self.view.like()
 
     @property
@@ -61,7 +61,7 @@ class QuantizedParameter(QuantizedModule):
 
 
 def adopt(module: nnx.Module) -> None:
-    """Lets the methods of a module see floats in the place of packed parameters in it."""
+    """Makes the methods of a module see floats instead of its packed parameters."""
     if not hasattr(module, "_reads_packed"):
         object.__setattr__(module, "__class__", _reading(type(module)))
 
@@ -81,7 +81,7 @@ def _reading(kind: type) -> type:
 
 
 def _is_method(value: Any) -> bool:
-    """Whether an attribute of a class is called with the instance: functions, `nnx.jit` of them."""
+    """Whether a class attribute is called with the instance: a function, or `nnx.jit` of one."""
     if isinstance(value, type | staticmethod | classmethod):
         return False
     return callable(value) and hasattr(type(value), "__get__")
@@ -111,9 +111,9 @@ def _reads(method: Callable[..., Any]) -> Callable[..., Any]:
             after, tree_after = jax.tree.flatten(state_after)
             if graph_after != graph or tree_after != tree:
                 raise ValueError(
-                    f"{type(self).__name__}.{method.__name__} adds or removes what its module "
-                    "holds, but a module with packed parameters only changes the values of its "
-                    "variables; create them beforehand, or keep the parameters in floats."
+                    f"{type(self).__name__}.{method.__name__} adds or removes variables of its "
+                    "module, but a module with packed parameters may only change their values; "
+                    "create them beforehand, or keep the parameters in floats."
                 )
             changed = zip(range(len(before)), before, after, strict=True)
             return result, {str(i): new for i, old, new in changed if new is not old}

@@ -1,4 +1,4 @@
-"""`QuantizedVariable`, and the modules of NNX that hold a quantized weight in such variables."""
+"""`QuantizedVariable`, and the NNX modules with a quantized weight in such variables."""
 
 from typing import Any
 
@@ -15,11 +15,12 @@ from .weights import ARRAYS, Shards, kernel_from, quantize_weight
 
 
 class QuantizedVariable(nnx.Variable):
-    """One array of a quantized weight. `nnx.grad` and optimizers skip it: it is no `nnx.Param`.
+    """One array of a quantized weight. `nnx.grad` and optimizers skip it, since it is not an
+    `nnx.Param`.
 
-    A layer has one for each array of its `QuantizedArray`, under the same name. Filters:
-    `nnx.state(model, QuantizedVariable)`, and to train the scales
-    `nnx.grad(f, nnx.DiffState(0, nnx.All(QuantizedVariable, nnx.PathContains("scale"))))`.
+    A layer has one for each array of its `QuantizedArray`, under the same name. As a filter:
+    `nnx.state(model, QuantizedVariable)`; to train the scales, `nnx.grad(f, nnx.DiffState(0,
+    nnx.All(QuantizedVariable, nnx.PathContains("scale"))))`.
     """
 
 
@@ -31,11 +32,11 @@ class QuantizedModule(nnx.Module):
     zero: QuantizedVariable | None
     permutation: QuantizedVariable | None
     version: QuantizedVariable
-    tensor_scale: QuantizedVariable | None = None  # an attribute of layers that have one
+    tensor_scale: QuantizedVariable | None = None  # an attribute only of layers that have one
     format: Format
     shards: Shards
     dtype: Any
-    lhs_qtype: Any = None  # of layers that were stored before they had one
+    lhs_qtype: Any = None  # default for layers stored without this attribute
 
     @staticmethod
     def equation_of(layer: Any) -> Equation:
@@ -47,14 +48,14 @@ class QuantizedModule(nnx.Module):
         return self.equation_of(self)
 
     def matrix(self, weight: Any) -> Any:
-        """The weight of the float layer, perhaps a stack of them, as a matrix (..., k, n)."""
+        """The weight of the float layer, or a stack of them, as a matrix (..., k, n)."""
         return self._equation.matrix(weight)
 
     @property
     def kernel(self) -> QuantizedArray:
         """The weight (..., k, n), with the axes of a stack of layers first, then batch axes.
 
-        Inside `jax.shard_map`, the part of it that the device holds.
+        Inside `jax.shard_map`, the shard of this device.
 
         **Raises:** `ValueError` outside `jax.jit` if its words have another layout version.
         """
@@ -63,7 +64,7 @@ class QuantizedModule(nnx.Module):
         return kernel_from(arrays, self.format, self._equation.matrix_shape, self.shards)
 
     def _store(self, weight: nnx.Variable, format: Format | str, shards: Shards) -> None:
-        """Quantizes the weight of a float layer into variables."""
+        """Quantizes the weight of a float layer, and stores it in variables."""
         caller = type(self).__name__
         format, shards = as_format(caller, format), checks.shard_counts(caller, shards)
         try:
@@ -78,10 +79,10 @@ class QuantizedModule(nnx.Module):
             if array is None and name == "tensor_scale":
                 continue
             stored: Any = nnx.data(None) if array is None else QuantizedVariable(array)
-            # Scalars stay whole: NNX cannot take the axis of a stack from one and return it.
+            # Scalars are not mapped: NNX cannot remove the axis of a stack from one and restore it.
             scalar = name == "version" or (name == "tensor_scale" and not format.scales_channels)
             if names is not None and array is not None and not scalar:
-                # The constructor would move the array if it were given this metadata.
+                # With this metadata, the constructor would move the array.
                 stored.set_metadata(out_sharding=tuple(getattr(names, name)), **_context(weight))
             setattr(self, name, stored)
         self.format = format
@@ -102,7 +103,7 @@ class QuantizedModule(nnx.Module):
 
 
 def _sharding(variable: nnx.Variable, equation: Equation) -> MatrixSharding | None:
-    """The division of the matrix of a float weight by its metadata."""
+    """The sharding of the matrix of a float weight, from its metadata."""
     weight, names = variable.get_value(), variable.get_metadata("out_sharding", None)
     if not names:
         return None

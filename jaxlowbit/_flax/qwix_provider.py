@@ -1,4 +1,4 @@
-"""Models that qwix quantizes, with products by the kernels of this package.
+"""Models that qwix quantizes, with products in the kernels of this package.
 
 qwix replaces `jax.lax.dot_general` and its relatives while a model runs, by the methods of a
 provider. `PackedProvider` multiplies by packed weights there. Only public names of qwix are used.
@@ -34,7 +34,7 @@ if missing := [name for name in _METHODS if not hasattr(qwix.PtqProvider, name)]
 class PackedProvider(qwix.PtqProvider):
     """A `qwix.PtqProvider` whose products by weights of `pack` run in this package's kernels.
 
-    Other weights, such as those of convolutions, are multiplied as by `qwix.PtqProvider`.
+    Products by other weights, such as convolutions, run as in `qwix.PtqProvider`.
 
     **Arguments:**
 
@@ -58,8 +58,8 @@ class PackedProvider(qwix.PtqProvider):
         if found or name not in (None, "int8", "float8_e4m3fn"):
             listed = ", ".join(str(rule.act_qtype) for rule in rules)
             raise ValueError(
-                f"PackedProvider: act_qtype of the rules is {listed}, but all are None, int8 or "
-                "float8_e4m3fn; use one of these for all rules."
+                f"PackedProvider: act_qtype of the rules is {listed}, but all must be None, int8 "
+                "or float8_e4m3fn; use one of these for all rules."
             )
         self._lhs_qtype = None if name is None else jnp.dtype(name)
 
@@ -85,7 +85,7 @@ class PackedProvider(qwix.PtqProvider):
             return super().einsum(einsum_str, *operands, **kwargs)
         raise ValueError(
             f"PackedProvider: einsum {einsum_str} has a packed weight, but only dot "
-            "products take one; leave it to qwix, with keep= of pack."
+            "products support it; leave it to qwix, with keep= of pack."
         )
 
 

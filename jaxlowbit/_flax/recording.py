@@ -1,8 +1,8 @@
-"""Inputs of float weights, recorded while code multiplies by them.
+"""Records the inputs of float weights while code multiplies by them.
 
-`weight_program.run` finds the products of code with a weight, whatever wraps it: layers of Flax and
-of other packages, raw parameters, `jit`, `scan` and `checkpoint`. Here the weights are floats, and
-each product adds the statistics of its inputs to a `Record`.
+`weight_program.run` finds the products of code with a weight, in layers of Flax and of other
+packages, raw parameters, `jit`, `scan` and `checkpoint`. Here the weights are floats, and each
+product adds the statistics of its inputs to a `Record`.
 """
 
 import dataclasses
@@ -25,10 +25,10 @@ class Record:
     """Statistics of the inputs of weights, by the names of the weights.
 
     - `full`: whether second moments are matrices.
-    - `traced`: whether all products are in one trace, whose results have the statistics. Otherwise
-      products inside traces, such as the body of a scan, call back.
-    - `statistics`: by name. For a stack of matrices they have the axes of the stack.
-    - `inputs`: by name, a number that weights share if they multiply the same inputs.
+    - `traced`: whether all products are in one trace, which returns the statistics. Otherwise
+      products inside of traces, such as the body of a scan, use callbacks.
+    - `statistics`: by name; for a stack of matrices, with the axes of the stack.
+    - `inputs`: by name, a number that is equal for weights with the same inputs.
     """
 
     def __init__(self, full: bool, traced: bool = False) -> None:
@@ -38,9 +38,9 @@ class Record:
         self._known: dict[tuple[int, tuple[int, ...]], tuple[Any, Statistics]] = {}
 
     def add(self, name: str, inputs: Any, rows: Array, index: Any, stack: tuple[int, ...]) -> None:
-        """Adds inputs (*batch, rows, k) of a matrix, or of the one at `index` of a stack.
+        """Adds inputs (*batch, rows, k) of a matrix, or of the matrix at `index` of a stack.
 
-        `inputs` is the operand of the product; weights with the same one share statistics.
+        `inputs` is the operand of the product; weights with the same operand share statistics.
         """
         key = id(inputs), rows.shape
         if key not in self._known:
@@ -54,7 +54,7 @@ class Record:
             io_callback(call, None, () if index is None else index, found, ordered=True)
 
     def forget(self) -> None:
-        """Ends a batch: the identity of inputs means nothing afterwards."""
+        """Ends a batch: from now on, equal ids no longer mean equal inputs."""
         self._known.clear()
 
     def _add(self, name: str, found: Statistics) -> None:
@@ -62,7 +62,7 @@ class Record:
         self.statistics[name] = found if before is None else _sum(before, found)
 
     def _add_at(self, name: str, stack: tuple[int, ...], index: Any, found: Statistics) -> None:
-        """Adds to the statistics of the matrix at `index` of a stack; of all of them for ()."""
+        """Adds to the statistics of the matrix at `index` of a stack, or of all matrices for ()."""
         found = jax.tree.map(np.asarray, found)
         whole = () if isinstance(index, tuple) else stack
         empty = jax.tree.map(lambda x: np.zeros((*whole, *x.shape), x.dtype), found)
@@ -121,7 +121,7 @@ class RecordingView(WeightView):
     def recording(
         cls, name: str, weight: Any, equation: Equation, record: Record
     ) -> "RecordingView":
-        """The view of a weight, perhaps a stack of such along first axes."""
+        """Makes the view of a weight, or of a stack of weights along leading axes."""
         matrix = equation.matrix(weight)
         plain = WeightView.of(FloatKernel(matrix), equation)  # pyright: ignore[reportArgumentType]
         fields = {x.name: getattr(plain, x.name) for x in dataclasses.fields(WeightView)}

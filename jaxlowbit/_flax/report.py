@@ -1,4 +1,4 @@
-"""Reports of the quantization of a model: its layers, and the parameters that are not covered."""
+"""Reports of `quantize_model`: the layers of a model, and the parameters that are not covered."""
 
 import dataclasses
 import math
@@ -50,7 +50,7 @@ class LayerReport:
         matrix: Callable[[Any], Any] = lambda weight: weight,
         lhs_qtype: Any = None,
     ) -> "LayerReport":
-        """The report of a kernel that replaces `matrix(weight)` and takes inputs of `dtype`."""
+        """Reports a kernel that replaces `matrix(weight)` and has inputs of `dtype`."""
         concrete = isinstance(weight, Array) and not isinstance(weight, Tracer)
         return cls(
             path,
@@ -77,22 +77,22 @@ class ParameterReport:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class QuantizationReport:
-    """What `quantize_model` did: every parameter of the model counts once. A table when printed.
+    """The result of `quantize_model`. Every parameter of the model counts once. Prints as a table.
 
     - `layers`: the layers that could be quantized. Each has
-        - `path`: the dotted path, the first one if there are several;
+        - `path`: its dotted path, the first one if there are several;
         - `shape`: the shape of the kernel;
-        - `format`: None if its floats were kept;
+        - `format`: None if the layer stayed in floats;
         - `nbytes_before`, `nbytes_after`: memory of the kernel, scales included;
-        - `error`: Frobenius norm of the change, relative to the norm of the kernel; None for a kept
-          layer and for an abstract one;
-        - `backend`: what multiplies on this machine, with the reason if it is no kernel; for a kept
-          layer, why it was kept;
-        - `by_default`: whether the floats were kept by default, not by rules;
+        - `error`: Frobenius norm of the change, relative to the norm of the kernel; None for a
+          float layer and for an abstract one;
+        - `backend`: the backend on this machine, with the reason if it is not a kernel; for a float
+          layer, why it stayed in floats;
+        - `by_default`: whether it stayed in floats by default, not by rules;
         - `lhs_qtype`: the dtype of its quantized inputs, or None.
-    - `uncovered`: the parameters of two axes or more in no such layer, the largest first. Each has
+    - `uncovered`: the parameters with two or more axes in no such layer, largest first. Each has
         - `path`, `shape`, `nbytes`;
-        - `module`: the class of the module that holds it, with the reason if there is one;
+        - `module`: the class of its module, with the reason if there is one;
         - `by_rule`: whether a rule with None, or `keep`, matches the path.
     - `vectors`: bytes of biases, norms and other parameters with one axis, which do not change.
     - `packed`: bytes of arrays that were quantized before.
@@ -115,7 +115,7 @@ class QuantizationReport:
 
     @property
     def coverage(self) -> float:
-        """The share of the bytes of weights, all parameters but vectors, that are quantized."""
+        """The quantized share of the bytes of weights (all parameters except vectors)."""
         weights = sum(layer.nbytes_before for layer in self.layers)
         weights += sum(found.nbytes for found in self.uncovered)
         chosen = (layer.nbytes_before for layer in self.layers if layer.format is not None)
@@ -182,12 +182,12 @@ class QuantizationReport:
 
 
 def nbytes_of(weight: Any) -> int:
-    """The bytes of an array, perhaps abstract."""
+    """The bytes of an array, which may be abstract."""
     return math.prod(weight.shape) * weight.dtype.itemsize
 
 
 class Rest:
-    """The parameters of a model but the weights of layers that could be quantized."""
+    """Collects the parameters of a model other than the weights of quantizable layers."""
 
     def __init__(self) -> None:
         self.uncovered: list[ParameterReport] = []
@@ -195,7 +195,8 @@ class Rest:
         self.packed = 0
 
     def add(self, path: str, array: Any, module: str, *, vector: bool, packed: bool) -> None:
-        """Counts a parameter; a `vector` is one that no product contracts, such as a bias."""
+        """Counts a parameter; a `vector` is a parameter that no product contracts, such as a
+        bias."""
         if packed:
             self.packed += nbytes_of(array)
         elif vector or len(array.shape) < 2:
@@ -205,7 +206,8 @@ class Rest:
             self.uncovered.append(ParameterReport(path, shape, nbytes_of(array), module))
 
     def report(self, layers: Iterable[LayerReport], by_rule: Iterable[bool]) -> QuantizationReport:
-        """The report on these layers; `by_rule` says of each uncovered parameter who kept it."""
+        """Makes the report on these layers; `by_rule`: for each uncovered parameter, whether a rule
+        keeps it."""
         found = zip(self.uncovered, by_rule, strict=True)
         marked = [dataclasses.replace(parameter, by_rule=kept) for parameter, kept in found]
         ordered = sorted(marked, key=lambda parameter: -parameter.nbytes)

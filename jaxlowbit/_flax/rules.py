@@ -1,4 +1,4 @@
-"""The choice for each layer, by regular expressions on its paths or by a lone format."""
+"""Chooses a format for each layer, by regular expressions on its paths or by a single format."""
 
 import collections
 import contextlib
@@ -32,10 +32,10 @@ _LISTED = 8
 class Candidate(NamedTuple):
     """A layer that could be quantized.
 
-    - `paths`: all of its dotted paths, which rules match.
-    - `holders`: for a raw parameter, the paths of the modules that hold it.
+    - `paths`: all of its dotted paths; rules match any of them.
+    - `holders`: for a raw parameter, the paths of its modules.
     - `shape`: the shape of the weight.
-    - `matrix`: (k, n), or None if it is no product.
+    - `matrix`: (k, n), or None if it is not a product.
     - `matrices`: the number of such matrices in its weight.
     - `nbytes`, `itemsize`: bytes of the weight, and of one of its elements.
     - `table`: whether it is an embedding, which only a rule that matches its path quantizes.
@@ -69,7 +69,7 @@ class Candidate(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The format of a layer, or None and why its floats are kept."""
+    """The format of a layer, or None and the reason why it stays in floats."""
 
     format: Format | None
     reason: str = ""
@@ -86,10 +86,10 @@ def choose(
     shards: ShardRules,
     lhs_qtype: ActivationRules,
 ) -> tuple[list[Choice], list[bool]]:
-    """Returns a choice for each layer, and whether a rule keeps each uncovered parameter.
+    """Returns a choice for each layer, and whether a rule matches each uncovered parameter.
 
-    **Raises:** `TypeError` for invalid rules; `ValueError` for invalid regular expressions and for
-    rules that decide about no layer, all in one error, and if no layer would be quantized.
+    **Raises:** `TypeError` for invalid rules; `ValueError` for invalid regular expressions, for
+    rules that match no layer (all in one error), and if no layer would be quantized.
     """
     paths = [layer.paths for layer in candidates]
     parts = _choose_shards(shards, paths)
@@ -111,8 +111,8 @@ def _choose_formats(
     lone = isinstance(rules, Format | str)
     if not lone and not isinstance(rules, Mapping | Sequence):
         raise TypeError(
-            f"{_CALLER}: rules is {brief(rules)}, but it is a Format, such as jaxlowbit.INT4, a "
-            "name of one, such as 'int4', or a mapping from regular expressions to them."
+            f"{_CALLER}: rules is {brief(rules)}, but it must be a Format, such as jaxlowbit.INT4, "
+            "a name of one, such as 'int4', or a mapping from regular expressions to them."
         )
     pairs = [] if lone else [*(rules.items() if isinstance(rules, Mapping) else rules)]
     values = "a Format, the name of one, or with None to keep the layer"
@@ -146,8 +146,8 @@ def _choose_shards(shards: ShardRules, layers: Sequence[Sequence[str]]) -> list[
     values = "shards of k and n, such as (1, 8)"
     if not isinstance(shards, Mapping):
         raise TypeError(
-            f"{_CALLER}: shards is {brief(shards)}, but it is two numbers, {values}, or a mapping "
-            "from regular expressions to such pairs."
+            f"{_CALLER}: shards is {brief(shards)}, but it must be two numbers, {values}, or a "
+            "mapping from regular expressions to such pairs."
         )
     winners, _ = _decide([*shards.items()], layers, (), _shards, values)
     return [(1, 1) if winner is None else winner[1] for winner in winners]
@@ -158,7 +158,7 @@ def _choose_activations(
 ) -> list[Any]:
     """The dtypes of the quantized activations of layers, or None.
 
-    A layer that is kept in floats has none, and an embedding only by a rule.
+    A float layer has none, and an embedding only by a rule.
     """
     read = functools.partial(dtype_of, _CALLER)
     at = [i for i, choice in enumerate(choices) if choice.format is not None]
@@ -175,7 +175,7 @@ def _choose_activations(
 
 
 def _check_any(candidates: Sequence[Candidate], choices: Sequence[Choice]) -> None:
-    """Raises `ValueError` if all layers are kept in floats, with the reasons."""
+    """Raises `ValueError` if all layers stay in floats, with the reasons."""
     if any(choice.format is not None for choice in choices):
         return
     kept = [*zip(candidates, choices, strict=True)]
@@ -193,7 +193,7 @@ def _check_any(candidates: Sequence[Candidate], choices: Sequence[Choice]) -> No
 def check_replaceable(reasons: Iterable[tuple[str, str | None]]) -> None:
     """Raises one `ValueError` for all chosen layers that cannot be quantized, before any changes.
 
-    `reasons` are paths of layers with why each cannot be quantized, or None.
+    `reasons`: for each layer, its path and the reason why it cannot be quantized, or None.
     """
     found = [(path, reason) for path, reason in reasons if reason is not None]
     if len(found) == 1:
@@ -208,7 +208,8 @@ def check_replaceable(reasons: Iterable[tuple[str, str | None]]) -> None:
         )
 
 
-# --- a lone format --------------------------------------------------------------------------------
+# --- a single format
+# --------------------------------------------------------------------------------
 
 
 def _kept_by_default(
@@ -217,9 +218,9 @@ def _kept_by_default(
     shards: Sequence[Shards],
     format: Format,
 ) -> list[str | None]:
-    """Why a lone format keeps each layer in floats, or None.
+    """The reason why a single format leaves each layer in floats, or None.
 
-    `tables` are the shapes of other parameters that may be embeddings.
+    `tables`: shapes of other parameters that may be embeddings.
     """
     heads = _heads(candidates, tables)
     reasons = []
@@ -242,10 +243,10 @@ def _kept_by_default(
 
 
 def _heads(candidates: Sequence[Candidate], tables: Iterable[tuple[int, ...]]) -> set[int]:
-    """The layers whose result is as wide as a vocabulary, by their numbers.
+    """The numbers of the layers whose result is as wide as a vocabulary.
 
-    A vocabulary is wider than its embeddings. A layer that a block repeats is no head, even if it
-    is as wide by chance; of the others, the outermost are heads.
+    A vocabulary is wider than its embeddings. A layer that is repeated in blocks is not a head,
+    even if its width matches by chance. The outermost layers among the others are heads.
     """
     known = [layer.matrix for layer in candidates if layer.table and layer.matrix]
     sizes = {(width, size) for width, size in known if size > width}
@@ -266,7 +267,7 @@ def _heads(candidates: Sequence[Candidate], tables: Iterable[tuple[int, ...]]) -
 
 
 def _grows(layer: Candidate, format: Format, shards: Shards) -> bool:
-    """Whether the arrays that `quantize` would make of a weight are no smaller than it is."""
+    """Whether the quantized arrays of a weight would take at least as many bytes as the weight."""
     if layer.matrix is None:
         return False
     unit = format.shard_unit
@@ -277,12 +278,13 @@ def _grows(layer: Candidate, format: Format, shards: Shards) -> bool:
     floats = layer.itemsize if format.scale is None else 1
     zero = {"none": 0, "integer": 1, "float": floats}[format.zero]
     words, groups = map(math.prod, super_blocks.stored_shapes(k, n, format))
-    others = 4 + 4 * format.has_tensor_scale * (n if format.scales_channels else 1)  # the version
+    # bytes of the version, and of tensor scales
+    others = 4 + 4 * format.has_tensor_scale * (n if format.scales_channels else 1)
     return layer.matrices * (4 * words + groups * (floats + zero) + others) >= layer.nbytes
 
 
 def _is_table(parameter: ParameterReport) -> bool:
-    """Whether a parameter that no known layer holds may be an embedding, by its name."""
+    """Whether a parameter outside of known layers may be an embedding, by its name."""
     named = re.search(r"embed|wte|vocab", parameter.path, re.I)
     return len(parameter.shape) == 2 and named is not None
 
@@ -293,7 +295,7 @@ def _is_table(parameter: ParameterReport) -> bool:
 def _list(keep: Any) -> list[Any]:
     if not isinstance(keep, Sequence):
         raise TypeError(
-            f"{_CALLER}: keep is {brief(keep)}, but it is a regular expression on the dotted "
+            f"{_CALLER}: keep is {brief(keep)}, but it must be a regular expression on the dotted "
             "path of a layer, or several in a list."
         )
     return [*keep]
@@ -324,7 +326,8 @@ def _decide(
     read: Callable[[object], Any],
     values: str,
 ) -> tuple[list[tuple[str, Any] | None], list[bool]]:
-    """The first rule that matches each layer, and which others one with None matches."""
+    """The first rule that matches each layer, and whether each of `others` matches a rule with
+    None."""
     found = [_compile(rule, read, values) for rule in rules]
     wrong = [error for error in found if isinstance(error, Exception)]
     if wrong:
@@ -387,12 +390,12 @@ def _idle(rule: re.Pattern[str], layers: Sequence[Sequence[str]], others: Sequen
     if any(map(rule.search, paths)):
         return (
             f"the rule {rule.pattern!r} decides about no layer, since earlier "
-            "rules match all that it does; put it before them, or remove it."
+            "rules match all of its layers; put it before them, or remove it."
         )
     if found := [path for path in others if rule.search(path)]:
         return (
             f"the rule {rule.pattern!r} matches no layer that can be quantized, only parameters "
-            f"that no such layer holds: {some(found)}; remove it. The layers are {some(paths)}."
+            f"of no such layer: {some(found)}; remove it. The layers are {some(paths)}."
         )
     return (
         f"the rule {rule.pattern!r} matches no layer; correct or remove it. "

@@ -8,7 +8,7 @@ from .._core.array import LEAVES, QuantizedArray
 
 
 def register() -> None:
-    """Tells Flax how to store quantized arrays: the leaves by their names."""
+    """Registers quantized arrays with Flax: their leaves are stored by name."""
     serialization.register_serialization_state(QuantizedArray, _stored, _restored, override=True)
 
 
@@ -18,7 +18,8 @@ def _stored(array: QuantizedArray) -> dict[str, Any]:
 
 
 def _restored(target: QuantizedArray, state: Any) -> QuantizedArray:
-    """The stored leaves as an array like `target`, whose format and sizes they must have."""
+    """Restores the leaves into an array like `target`, which must have the same format and
+    sizes."""
     expected = set(_stored(target))
     if set(state) != expected:
         raise ValueError(

@@ -15,10 +15,10 @@ Entries = tuple[Any, ...]
 
 @dataclasses.dataclass(frozen=True)
 class MatrixSharding:
-    """The division of a matrix (*lead, k, n).
+    """The sharding of a matrix (*lead, k, n).
 
-    - `names`: the entries in the metadata: axes of a mesh, or logical ones.
-    - `axes`: the axes of a mesh that rules make of these; the same without rules.
+    - `names`: the entries in the metadata: mesh axes, or logical names.
+    - `axes`: the mesh axes that rules assign to these; without rules, the same.
     - `mesh`: None if there is none yet.
     """
 
@@ -27,9 +27,10 @@ class MatrixSharding:
     mesh: Any
 
     def divide(self, kernel: QuantizedArray) -> tuple[QuantizedArray, QuantizedArray]:
-        """The kernel, on its mesh if that is known, and the names of each leaf as a `jax.P`.
+        """Returns the kernel, sharded if the mesh is known, and the names of each leaf as a
+        `jax.P`.
 
-        **Raises:** `ValueError` where `QuantizedArray.partition_spec` does.
+        **Raises:** `ValueError` if `QuantizedArray.partition_spec` does.
         """
         if not self._known:
             return kernel, _specs(kernel, self.names, own_parts_anywhere(kernel))

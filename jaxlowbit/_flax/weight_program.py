@@ -1,8 +1,8 @@
-"""Running code that multiplies by float weights with packed ones in their place.
+"""Runs code that multiplies by float weights with packed weights in their place.
 
-The code is traced with the shapes of the float weights. Its program then runs operation by
-operation. `WeightView` does the operations on a weight: a cast, a transposition or an
-index is remembered, `dot_general` and `ragged_dot_general` are quantized products, and `gather` a
+The code is traced with the shapes of the float weights, and its program then runs operation by
+operation. `WeightView` implements the operations on a weight: it remembers a cast, a transposition
+or an index, `dot_general` and `ragged_dot_general` are quantized products, and `gather` is a
 lookup.
 """
 
@@ -21,12 +21,12 @@ Views = Mapping[str, WeightView]
 
 
 def run(function: Callable[[dict[str, Any]], Any], weights: Views) -> Any:
-    """`function` of the float weights by their names, computed from packed ones.
+    """Runs `function` of the float weights (by name) on packed ones.
 
-    Results that are no arrays are returned unchanged.
+    Results that are not arrays are returned unchanged.
 
-    **Raises:** `ValueError` where the code does something else with a weight than to multiply
-    inputs by it, as its equation says, or to look up its features.
+    **Raises:** `ValueError` if the code uses a weight for anything but products with inputs, as in
+    its equation, or lookups of its features.
     """
     leaves: list[Any] = []
     trees: list[Any] = []
@@ -44,7 +44,7 @@ def run(function: Callable[[dict[str, Any]], Any], weights: Views) -> Any:
 
 
 class _Weight:
-    """A view and the name of the weight, in the place of an array of the program."""
+    """A named view, in the place of an array of the program."""
 
     def __init__(self, name: str, view: WeightView) -> None:
         self.name, self.view = name, view
@@ -58,7 +58,7 @@ class _Weight:
 
 
 def _run(program: Any, operands: Sequence[Any]) -> list[Any]:
-    """The results of a closed program; some may be weights."""
+    """Runs a closed program; results may be weights."""
     jaxpr, consts = program.jaxpr, program.consts
     return _run_open(jaxpr, [*consts, *operands])
 
@@ -88,7 +88,7 @@ def _run_open(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
 
 
 def _with_weights(equation: Any, operands: list[Any]) -> list[Any]:
-    """The results of an operation some of whose operands are weights."""
+    """The results of an operation with weights among its operands."""
     name, params = equation.primitive.name, equation.params
     if name in _PROGRAMS:
         return _PROGRAMS[name](params, operands)
@@ -148,7 +148,7 @@ def _dynamic_slice(params: Any, view: Any, *starts: Any) -> WeightView:
 
 
 def _part(view: WeightView, starts: Sequence[Any], sizes: Sequence[int]) -> WeightView:
-    """A block of one index along one axis, and all of the others."""
+    """Selects one index along one axis, and all of the others."""
     cut = [at for at, size in enumerate(sizes) if size != view.shape[at]]
     if not cut:
         return view
@@ -184,7 +184,7 @@ def _gather(params: Any, view: Any, indices: Any) -> Any:
         return view.select(dim, inside).without(lead + dim).transpose(back)
     if filled and params["fill_value"] is not None and not math.isnan(params["fill_value"]):
         raise WeightUseError(f"fills what a lookup does not find with {params['fill_value']}")
-    # A lookup counts negative tokens from the end, which the program has done before.
+    # A lookup counts negative tokens from the end; the program has already done that.
     beyond = jnp.where((index >= 0) & (index < size), index, size)
     return view.lookup(dim, beyond if filled else inside).transpose(back)
 
@@ -268,7 +268,7 @@ def _cond(params: Any, operands: list[Any]) -> list[Any]:
 
 
 def _scan(params: Any, operands: list[Any]) -> list[Any]:
-    """A scan, whose body selects its matrices from the stacks among the operands."""
+    """Runs a scan, whose body selects its matrices from the stacks among the operands."""
     if "num_consts" in params:
         sizes = (params["num_consts"], params["num_carry"])
     else:  # JAX 0.11.3 and later

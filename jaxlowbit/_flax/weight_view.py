@@ -1,4 +1,5 @@
-"""`WeightView`: a packed weight under the casts, transpositions and indices of code."""
+"""`WeightView`: a packed weight with the casts, transpositions and indices that code applied to
+it."""
 
 import dataclasses
 import math
@@ -17,7 +18,8 @@ from .equation import Equation
 
 
 class WeightUseError(ValueError):
-    """Code does with a weight what its packed form cannot do; the message continues "it "."""
+    """Code uses a weight in a way that its packed form does not support; the message follows "it
+    "."""
 
 
 class Axis(NamedTuple):
@@ -37,9 +39,9 @@ class WeightView:
     """A weight as code sees it after casts, transpositions, reshapes and indices.
 
     - `kernel`: the matrix (*batch, k, n); its batch axes are `batch`.
-    - `dims`: the axes of the float weight that each visible axis is made of, the last one fastest;
-      none for an axis of size 1.
-    - `batch`: the batch axes that no index has selected from yet.
+    - `dims`: for each visible axis, the axes of the float weight that it merges, the last one
+      fastest; empty for an axis of size 1.
+    - `batch`: the batch axes that have not been indexed yet.
     - `lhs_qtype`: the dtype of quantized inputs in products, or None.
     """
 
@@ -53,14 +55,14 @@ class WeightView:
 
     @classmethod
     def of(cls, kernel: QuantizedArray, equation: Equation, lhs_qtype: Any = None) -> "WeightView":
-        """The view of a whole weight, or of a stack of such along first axes.
+        """Makes the view of a whole weight, or of a stack of weights along leading axes.
 
-        **Raises:** `ValueError` for a part of one, as inside `jax.shard_map`.
+        **Raises:** `ValueError` for a shard, as inside `jax.shard_map`.
         """
         if (kernel.k, kernel.n) != equation.matrix_shape:
             raise ValueError(
-                f"A device holds a part {kernel.shape} of a raw parameter whose matrix is "
-                f"{equation.matrix_shape}, as inside jax.shard_map, where the code sees all of it; "
+                f"A device has a part {kernel.shape} of a raw parameter whose matrix is "
+                f"{equation.matrix_shape}, as inside jax.shard_map, but its code needs the whole; "
                 "let jax.jit divide the product, on a mesh with Auto axes, or keep it in floats."
             )
         lead = kernel.shape[: kernel.ndim - equation.matrix_ndim]
@@ -100,7 +102,7 @@ class WeightView:
         return self.with_dims([*self.dims[:dim], *self.dims[dim + 1 :]])
 
     def reshape(self, shape: Sequence[int]) -> "WeightView":
-        """Merges visible axes, and divides merged ones."""
+        """Merges visible axes, and splits merged ones."""
         axes = [axis for dim in self.dims for axis in dim]
         dims, at = [], 0
         for size in shape:
@@ -116,10 +118,11 @@ class WeightView:
         return self.with_dims(dims)
 
     def select(self, dim: int, index: Any) -> "WeightView":
-        """Indexes a visible axis by integers: a number, whose axis has size 1 then, or an array.
+        """Indexes a visible axis by a number, which leaves an axis of size 1, or by an integer
+        array.
 
-        Axes of an array come first. Kernels read the index on the device if there is one batch
-        axis; with several, the chosen words are copied.
+        The axes of an array come first. With one batch axis, kernels read the index on the device;
+        with several, the chosen words are copied.
         """
         axes = self.dims[dim]
         if len(axes) != 1 or axes[0] not in self.batch:
@@ -180,10 +183,11 @@ class WeightView:
     ) -> Array:
         """`jax.lax.dot_general` of inputs and the weight, in this order or the other.
 
-        `contracted` and `batch` are axes of the inputs and the visible axes that they meet.
+        `contracted` and `batch` are pairs: axes of the inputs, and the visible axes that they
+        match.
         """
         added = self._added(contracted[1], batch[1])
-        # Labels of the inputs' axes: the axes of the weight that they meet, and rows.
+        # Labels of the inputs' axes: the matching axes of the weight, and rows.
         places = zip((*contracted[0], *batch[0]), (*contracted[1], *batch[1]), strict=True)
         meets = {at: self.dims[dim] for at, dim in places}
         labels: list[Any] = []
@@ -205,7 +209,7 @@ class WeightView:
             found = [label for label in found if label not in added]
         out = out.astype(preferred_element_type or inputs.dtype)
         free = [dim for at, dim in enumerate(self.dims) if at not in (*contracted[1], *batch[1])]
-        # The result as `dot_general` orders it: batch axes, then the free axes of each operand.
+        # Orders the result as `dot_general` does: batch axes, then the free axes of each operand.
         shared = [self.dims[dim] for dim in batch[1]]
         others = [[(row,) for row in rows], free]
         wanted = [*shared, *(dim for part in others[:: 1 if inputs_first else -1] for dim in part)]
@@ -250,9 +254,9 @@ class WeightView:
         return out.transpose(0, *order).reshape(-1, *map(_size, free))
 
     def _added(self, contracted: Sequence[int], batch: Sequence[int]) -> list[Axis]:
-        """The batch axes, such as experts, that a product sums over as well.
+        """The batch axes, such as experts, that a product sums over.
 
-        **Raises:** `WeightUseError` for a product that the equation does not describe.
+        **Raises:** `WeightUseError` for a product other than the equation's.
         """
         summed = [axis for dim in contracted for axis in self.dims[dim]]
         added = [axis for axis in summed if axis in self.batch]
@@ -270,7 +274,8 @@ class WeightView:
 
 
 def has_algorithm(precision: Any) -> bool:
-    """Whether a `precision` names an algorithm; any other is met, since products add in float32."""
+    """Whether a `precision` names an algorithm. Others need no action, since accumulation is
+    float32."""
     found = precision if isinstance(precision, tuple) else (precision,)
     return not all(isinstance(x, lax.Precision | None) for x in found)
 

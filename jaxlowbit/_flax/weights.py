@@ -23,21 +23,21 @@ from .equation import Equation
 Path = tuple[str, ...]
 Shards = tuple[int, int]
 Sizes = tuple[tuple[int, ...], tuple[int, ...]]
-"""Sizes of the contracted axes of a kernel, and of its features."""
+"""The contracted sizes of a kernel, and the sizes of its features."""
 
 ARRAYS = tuple(name for name in LEAVES if name != "index")
-"""The arrays of a weight that a layer holds, each in a separate variable."""
+"""The arrays of a layer's weight, each in a separate variable."""
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """How a weight is packed and multiplied by; a pytree without leaves, so part of `jit`'s key.
+    """How a weight is packed and multiplied; a pytree without leaves, so part of `jit`'s cache key.
 
     - `sizes`: the sizes of the weight, if they are known.
     - `equation`: for an `EinsumLayer`, its equation, and the shape of the weight in it.
     - `lhs_qtype`: the dtype of quantized inputs in products, or None.
-    - `raw`: for a parameter that code reads itself, its path in `params` and its equation.
+    - `raw`: for a raw parameter, its path in `params` and its equation.
     """
 
     format: Format
@@ -51,16 +51,16 @@ class Packing:
 _quantizer: ContextVar[Any] = ContextVar("quantizer", default=None)
 _statistics: ContextVar[Any] = ContextVar("statistics", default=None)
 EXPECTED = "expected"
-"""In place of statistics before a calibration: weights are checked, and quantized later."""
+"""Used instead of statistics before a calibration: weights are checked now and quantized later."""
 
 
 @contextlib.contextmanager
 def quantizing_by(caller: str, quantizer: Any, statistics: Any = None) -> Iterator[None]:
     """Sets the quantizer of `quantize_weight`, and statistics or `EXPECTED`, within a context.
 
-    `quantize_model` replaces layers by their constructors, which take the arguments of Flax.
+    A context variable, because `quantize_model` calls constructors, whose arguments are Flax's.
 
-    **Raises:** as `jaxlowbit.quantize` does for a value that is no quantizer.
+    **Raises:** as `jaxlowbit.quantize` does for an invalid quantizer.
     """
     check(caller, quantizer)
     token, other = _quantizer.set(quantizer), _statistics.set(statistics)
@@ -79,7 +79,7 @@ def quantize_weight(
 ) -> QuantizedArray:
     """Returns `quantize(matrix(weight), format)`; abstract if the weight is.
 
-    Every layer and every `quantize_model` quantizes its weights here.
+    All layers and all `quantize_model`s quantize their weights here.
     """
 
     abstract = isinstance(weight, jax.ShapeDtypeStruct)
@@ -89,7 +89,7 @@ def quantize_weight(
         shapes = ((k, k), jnp.float32), ((k,), jnp.float32), ((), jnp.int32)
         arrays: Any = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
         statistics = Statistics(*arrays)
-        if not abstract:  # for the errors of its values
+        if not abstract:  # raises for invalid values
             quantizer, statistics = "absmax", None
 
     def run(weight: Any, statistics: Any) -> QuantizedArray:
@@ -100,9 +100,9 @@ def quantize_weight(
 
 
 def stand_in(kernel: QuantizedArray, dtype: Any = None) -> Array:
-    """A scalar of the dtype of a float kernel, promoted in its place.
+    """A scalar with the dtype of a float kernel, for type promotion without that kernel.
 
-    `dtype` is the dtype of the float kernel, if known: 8-bit scales do not have it.
+    `dtype`: the dtype of the float kernel, if known; 8-bit scales do not determine it.
     """
     known = kernel.format.scale is not None and dtype is not None
     return jnp.zeros((), dtype if known else kernel.dtype)
@@ -120,17 +120,17 @@ def check_values(
     matrix: Callable[[Any], Any] = lambda weight: weight,
     shards: Shards = (1, 1),
 ) -> None:
-    """Raises where `quantize` does because of the values of a weight.
+    """Raises if `quantize` would raise because of the values of a weight.
 
-    One pass over the values mostly shows that `quantize` takes them. Only if it does not, the
-    weight is quantized, for its error.
+    One pass over the values usually proves that `quantize` accepts them. Otherwise the weight is
+    quantized, which raises the error.
     """
     concrete = isinstance(weight, Array | np.ndarray) and not isinstance(weight, Tracer)
     if not concrete:
         return
     surely = has_scales(weight)
     if format.scales_channels or format.scale == "two_level":
-        surely = False  # the pass does not look at each channel or super-block
+        surely = False  # the pass does not check each channel or super-block
     elif format.has_tensor_scale:
         surely &= has_even_groups(matrix(weight))
     if not surely:
@@ -139,22 +139,23 @@ def check_values(
 
 @jax.jit
 def has_scales(weight: Array) -> Array:
-    """Whether scales of its dtype surely represent a weight; False for NaN and infinity."""
+    """Whether scales of the weight's dtype certainly represent it; False for NaN and infinity."""
     limits = jnp.finfo(weight.dtype)
     span = jnp.max(weight).astype(jnp.float32) - jnp.min(weight).astype(jnp.float32)
-    # The largest quantized value of any format times the smallest scale.
+    # The largest code of any format times the smallest scale.
     least = 2**8 * float(limits.tiny)
     size = jnp.abs(weight).astype(jnp.float32)
-    # Common weights in float16 lie below that, and are multiples of its smallest scale.
+    # Typical float16 weights are below that, and are multiples of float16's smallest scale.
     large = weight.dtype == jnp.float16 or jnp.all((size == 0) | (size >= least))
     return (span <= float(limits.max)) & large
 
 
 @jax.jit
 def has_even_groups(weight: Array) -> Array:
-    """Whether most groups of each matrix (..., k, n) surely have a scale besides a tensor scale.
+    """Whether most groups of each matrix (..., k, n) certainly get a scale above 0, with a tensor
+    scale.
 
-    They do if most values are large enough, since a group has one of those at least as often.
+    True if most values are large enough: then at least as many groups contain such a value.
     """
     size = jnp.abs(weight).astype(jnp.float32)
     largest = size.max((-2, -1), keepdims=True)
@@ -168,8 +169,8 @@ def kernel_from(
     matrix_shape: tuple[int, int],
     shards: Shards = (1, 1),
 ) -> QuantizedArray:
-    """The weight of these arrays; inside `jax.shard_map`, the part on this device."""
-    k, n = map(int, matrix_shape)  # fields of a Linen module may be integers of NumPy
+    """Builds the weight from its arrays; inside `jax.shard_map`, the shard of this device."""
+    k, n = map(int, matrix_shape)  # fields of a Linen module may be NumPy integers
     if jax.sharding.get_abstract_mesh().manual_axes:
         leaves = tuple(arrays.get(name) for name in LEAVES)
         return QuantizedArray.tree_unflatten((format, k, n, shards), leaves)

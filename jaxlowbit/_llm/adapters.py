@@ -34,18 +34,18 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 @dataclasses.dataclass(frozen=True)
 class LoRA:
-    """A new adapter, to train: A is random and B is 0, so that the model computes as before.
+    """A new adapter, to train: A is random and B is 0, so results do not change at first.
 
     **Arguments:**
 
     - `rank`: r, the number of columns of A.
-    - `alpha`: its products are multiplied by `alpha / rank`.
+    - `alpha`: the product A B is multiplied by `alpha / rank`.
     - `targets`: a regular expression that is searched (`re.search`) in the names of matrices
       (`Config.shapes`), such as `layers.0.q`.
-    - `use_rslora`: whether they are multiplied by `alpha / sqrt(rank)` instead.
+    - `use_rslora`: whether it is multiplied by `alpha / sqrt(rank)` instead.
     - `seed`: seed of A, an integer of 64 bits.
 
-    **Raises:** `TypeError` and `ValueError` for arguments that are none of these.
+    **Raises:** `TypeError` and `ValueError` for other arguments.
     """
 
     rank: int = 8
@@ -61,8 +61,8 @@ class LoRA:
         checks.integer("LoRA", "seed", self.seed, SEED_RULE, least=-(2**63), most=2**63 - 1)
         if not isinstance(self.targets, str):
             raise TypeError(
-                f"LoRA: targets is {checks.brief(self.targets)}, but it is a regular expression on "
-                "the names of matrices."
+                f"LoRA: targets is {checks.brief(self.targets)}, but it must be a regular "
+                "expression on the names of matrices."
             )
 
 
@@ -107,7 +107,7 @@ def _new(adapter: LoRA, config: Config) -> dict[str, Part]:
     keys = jax.random.split(jax.random.key(adapter.seed % 2**32), len(shapes))
     scaling = _scaling(adapter.alpha, adapter.rank, adapter.use_rslora)
     return {
-        # PEFT's: Kaiming's uniform distribution with a = sqrt(5).
+        # Kaiming's uniform distribution with a = sqrt(5), as in PEFT.
         name: Part(
             jax.random.uniform(key, (k, adapter.rank), jnp.float32, -(k**-0.5), k**-0.5),
             jnp.zeros((adapter.rank, n), jnp.float32),
@@ -129,7 +129,7 @@ def _scaling(alpha: float, rank: int, use_rslora: bool) -> float:
 
 # --- PEFT's files ---------------------------------------------------------------------------------
 
-# Entries for training, and for finding modules: the tensors of the file name them.
+# Entries for training, and for finding modules, which the tensors of the file name already.
 _HARMLESS = (
     *("base_model_name_or_path", "revision", "task_type", "auto_mapping", "inference_mode"),
     *("peft_version", "lora_dropout", "target_modules", "exclude_modules", "layers_to_transform"),
@@ -162,7 +162,7 @@ class _Settings(NamedTuple):
         if not good or isinstance(alpha, bool):
             raise ValueError(
                 f"{self.path}: r is {checks.brief(rank)} and lora_alpha {checks.brief(alpha)} for "
-                f"{module!r}, but they are a rank from 1 on and a number; {AGAIN}."
+                f"{module!r}, but they must be a rank from 1 on and a number; {AGAIN}."
             )
         return rank, _scaling(alpha, rank, self.use_rslora)
 
@@ -178,8 +178,8 @@ def _matched(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
 def _read(caller: str, path: Any, config: Config) -> dict[str, Part]:
     if not isinstance(path, str | os.PathLike):
         raise TypeError(
-            f"{caller}: adapter is {checks.brief(path)}, but it is a folder in PEFT's format, or a "
-            "LoRA."
+            f"{caller}: adapter is {checks.brief(path)}, but it must be a folder in PEFT's format, "
+            "or a LoRA."
         )
     path = Path(path)
     if not path.exists():
@@ -221,7 +221,7 @@ def _settings(path: Path) -> _Settings:
     }
     for name, value in unknown.items():
         raise ValueError(
-            f"{path}: {name!r} is {checks.brief(value)}, but adapters are read that only add a "
+            f"{path}: {name!r} is {checks.brief(value)}, but an adapter may only add a "
             "product of two matrices to weights; merge it into its model with peft's "
             "merge_and_unload(), and load that."
         )
@@ -250,7 +250,7 @@ def _parts(path: Path, settings: _Settings, config: Config) -> dict[str, Part]:
         if not targets or not all(name in expected for name in targets):
             raise ValueError(
                 f"{path}: {module!r} is no matrix of {config.architecture} with {config.layers} "
-                f"layers{' and a tied head' if config.tied_head else ''} that takes an adapter; "
+                f"layers{' and a tied head' if config.tied_head else ''} that can have an adapter; "
                 "use the adapter of this model."
             )
         rows = [expected[name][1] for name in targets]
@@ -327,8 +327,8 @@ def _module(ours: str, theirs: Mapping[str, str]) -> str:
     found = theirs.get(f"layers.N.{own}")
     if found is None:
         raise ValueError(
-            f"{ours} is part of a fused matrix in transformers, for which no "
-            "adapter is written; merge_adapter it, and save the model."
+            f"{ours} is part of a fused matrix in transformers, which cannot "
+            "have an adapter here; merge_adapter it, and save the model."
         )
     return "model." + found.replace(".N.", f".{number}.").removesuffix(".weight")
 
@@ -336,7 +336,8 @@ def _module(ours: str, theirs: Mapping[str, str]) -> str:
 def _config(
     ranks: Mapping[str, int], alphas: Mapping[str, float], source: Path | None
 ) -> dict[str, Any]:
-    """The entries of adapter_config.json: the commonest rank and alpha, and the others."""
+    """The entries of adapter_config.json. Rank and alpha are the most frequent ones; others are in
+    patterns."""
     r, alpha = (Counter(x.values()).most_common(1)[0][0] for x in (ranks, alphas))
     return {
         "peft_type": "LORA",

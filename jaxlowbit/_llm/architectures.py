@@ -21,14 +21,14 @@ FUSED = {
     "gate_up": ("gate", "up"),
     "gate_up_bias": ("gate_bias", "up_bias"),
 }
-"""Our names of matrices that some files store as one, with the matrices that their rows are."""
+"""Matrices that some files fuse, by our names, with the matrices whose rows they contain."""
 
 IMAGE_MODELS = {
     "gemma3": ("gemma3_text",),
     "mistral3": ("mistral", "ministral", "ministral3"),
 }
-"""`model_type` of models with an image encoder, which is skipped, and the kinds of decoder in their
-`text_config`, the default first."""
+"""`model_type` of models with an image encoder, which is skipped, and the possible kinds of decoder
+in their `text_config`, the default first."""
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -42,11 +42,11 @@ class Gguf:
       the number of an expert.
     - `rope_pairs`: the pairs that rotate; `"neighbours"` if llama.cpp's converter permutes the rows
       of queries and keys.
-    - `yarn_truncate`: `RopeScaling.truncate`, for which no key exists.
+    - `yarn_truncate`: `RopeScaling.truncate`, which no key sets.
     - `attention_scale`: computes the scale of scores from the sizes of a `Config` for files without
       one; None for `head_size ** -0.5`.
     - `defaults`: values of keys that the file lacks.
-    - `reads`: keys that other architectures do not read.
+    - `reads`: keys that only some architectures read.
     """
 
     name: str
@@ -69,11 +69,11 @@ class HuggingFace:
       float experts are (experts, in, out), as gpt-oss stores them.
     - `defaults`: values of entries that config.json lacks.
     - `names`: usual entry names and the names in config.json, for entries that differ.
-    - `reads`: entries that other architectures do not read, such as `mlp_bias` or `layer_types`.
-    - `harmless`: entries that turn on a feature in other architectures and nothing in this one.
+    - `reads`: entries that only some architectures read, such as `mlp_bias` or `layer_types`.
+    - `harmless`: entries that turn on a feature in other architectures but have no effect here.
     - `eos`: tokens that end texts if no file names any.
     - `rope_pairs`: the pairs that rotate.
-    - `rope_types`: other names of types of the rotation's scaling, with the usual names.
+    - `rope_types`: other names of rotation scalings, with the usual names.
     - `experts`: the number of experts in files without one; 0 for architectures without experts.
     - `norm_offset`: added to the stored scales of norms.
     - `null_is_default`: entries whose null in config.json means the default.
@@ -100,15 +100,15 @@ class Architecture:
 
     - `parts`: fields of `Config`, such as `qk_norm`, `activation` and `norm_placement`.
     - `scaled_embedding`: whether embeddings are multiplied by `width ** 0.5`.
-    - `window_layers`: the layers of a folder's model with a sliding window: `"none"`, `"all"`,
-      `"upper"` (from `max_window_layers` on), `"pattern"` (all but every n-th) or `"unrotated"`. An
-      entry for single layers, `layer_types`, overrides it in architectures that read one.
-    - `window_pattern`: n in files without it.
-    - `local_rope_base`: base of the unscaled rotation in layers with a window, in files without it;
+    - `window_layers`: the layers with a sliding window in a Hugging Face folder: `"none"`, `"all"`,
+      `"upper"` (from `max_window_layers` on), `"pattern"` (all except every n-th) or `"unrotated"`.
+      The entry `layer_types` overrides it in architectures that read it.
+    - `window_pattern`: the default of n.
+    - `local_rope_base`: the default base of the unscaled rotation in layers with a window;
       `"global"` for the base of the other layers, None if all layers share one rotation.
-    - `rope_layers`: the layers with a rotation: `"all"`, `"pattern"` (all but every n-th), or
-      `"local"` (those with a window, or all in a model without one).
-    - `rope_pattern`: n in files without it.
+    - `rope_layers`: the layers with a rotation: `"all"`, `"pattern"` (all except every n-th), or
+      `"local"` (layers with a window, or all layers of a model without one).
+    - `rope_pattern`: the default of n.
     - `gguf`, `huggingface`: None if llama.cpp or transformers has no such architecture.
     """
 
@@ -129,8 +129,8 @@ class Architecture:
 
 
 def weight_name(tensor: str, tensors: Mapping[str, str]) -> str | None:
-    """Our name of a tensor by a table of names with N for the layer and E for the expert; None if
-    the table lacks it.
+    """Our name of a tensor, from a table of names with N for the layer and E for the expert; None
+    if it is not there.
 
     ```python
     weight_name("blk.3.attn_q.weight", {"blk.N.attn_q.weight": "layers.N.q"})  # layers.3.q
@@ -157,7 +157,7 @@ def fused(name: str) -> tuple[str, ...]:
 
 
 def every_nth(layers: int, n: int) -> list[bool]:
-    """False for every n-th of so many layers, True for the others; True for all if n is 0."""
+    """For each layer, whether it is not an n-th one; all True if n is 0."""
     return [n == 0 or (i + 1) % n != 0 for i in range(layers)]
 
 
@@ -330,7 +330,8 @@ _GEMMA3 = {
 
 
 def _scale_of_27b(layers: int) -> Callable[[Mapping[str, Any]], float | None]:
-    """Scores of Gemma's 27B models, of so many layers, are scaled by `(width / heads) ** -0.5`."""
+    """The scale of scores in Gemma's 27B models, `(width / heads) ** -0.5`, known by their
+    layers."""
 
     def scale(sizes: Mapping[str, Any]) -> float | None:
         return (sizes["width"] / sizes["heads"]) ** -0.5 if sizes["layers"] == layers else None
@@ -355,7 +356,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
     ),
     "mistral": Architecture(
-        None,  # its GGUF files are of the architecture llama
+        None,  # its GGUF files have the architecture llama
         HuggingFace(
             ("mistral",),
             _FOLDER,
@@ -524,7 +525,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         local_rope_base="global",
     ),
     "olmo3": Architecture(
-        None,  # its GGUF files are of the architecture olmo2
+        None,  # its GGUF files have the architecture olmo2
         HuggingFace(
             ("olmo3",),
             _FOLDER_OLMO2 | _FOLDER_ALL_NORMS | _FOLDER_BIASES | _FOLDER_MORE_BIASES,
@@ -639,7 +640,7 @@ ARCHITECTURES: dict[str, Architecture] = {
                 *("attention_bias", "moe_intermediate_size", "norm_topk_prob"),
                 "use_sliding_window",
             },
-            # The other layers of `decoder_sparse_step` and `mlp_only_layers` would have this size.
+            # intermediate_size is for layers without experts, which other entries exclude.
             harmless=frozenset({"intermediate_size", "max_window_layers"}),
         ),
         parts={"qk_norm": "head"},

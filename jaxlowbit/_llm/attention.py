@@ -10,9 +10,9 @@ from jax import Array, lax
 from .._backends import cpu_attend, cuda_attend
 
 Implementation = Literal["xla", "cudnn", "native", "cpu"]
-"""What attends; `"native"` is `cuda_attend`, which rotates and appends, too."""
+"""Implementations; `"native"` is `cuda_attend`, which also rotates and appends."""
 
-# Score of a masked key: finite, so that a row without any key has no NaN.
+# Score of a masked key: finite, so that a row without visible keys has no NaN.
 _HIDDEN = -1e30
 
 
@@ -28,17 +28,17 @@ def choose(
     cached: bool = False,
     plain: bool = False,
 ) -> Implementation:
-    """The implementation that is fastest for so many sequences, queries of each and cache slots.
+    """Returns the fastest implementation for numbers of sequences, queries per sequence and slots.
 
-    For one query of each sequence our own kernel attends if it supports the sizes (`native`).
-    Otherwise, at one sequence and one query XLA's few small kernels take half the time of cuDNN's
-    call. For several sequences, or a long prompt, cuDNN keeps the scores on the chip. It needs
-    16-bit activations and heads of a multiple of 8 up to 256.
+    With one query per sequence, it is our CUDA kernel if that supports the sizes (`native`).
+    Otherwise, for one sequence and one query, XLA's few small kernels take half the time of cuDNN's
+    call. For several sequences or long prompts, cuDNN is faster, since it keeps scores on the chip;
+    it needs 16-bit activations and heads of a multiple of 8 up to 256.
 
-    On the CPU our own kernel reads a cache in place. It has no derivative, so without a cache that
-    outlives the call (`cached`) XLA attends.
+    On the CPU, our kernel reads a cache in place. It has no derivative, so XLA computes attention
+    without a cache that outlives the call (`cached`).
 
-    Only XLA's attention has caps of scores and sinks (`plain`).
+    Only XLA's implementation supports caps of scores and sinks (`plain`).
     """
     if plain:
         return "xla"
@@ -58,7 +58,7 @@ def choose(
 
 
 def native(dtype: jnp.dtype, heads: int, kv_heads: int, head_size: int) -> bool:
-    """Whether our own kernel attends with one query of each sequence on the GPUs of this machine.
+    """Whether our CUDA kernel supports attention of one query per sequence on this machine's GPUs.
 
     It takes any number of sequences and slots.
     """
@@ -67,13 +67,13 @@ def native(dtype: jnp.dtype, heads: int, kv_heads: int, head_size: int) -> bool:
 
 
 def mask(queries: Array, keys: Array, window: int | None) -> Array:
-    """Which slots each query sees, bool (batch, queries, slots).
+    """The slots that each query sees, bool (batch, queries, slots).
 
     **Arguments:**
 
     - `queries`: positions of the queries, int32 (batch, queries).
     - `keys`: positions of the slots, int32 (batch, slots); -1 for an empty slot.
-    - `window`: how many positions back a query sees, its own among them; None for all.
+    - `window`: the number of positions that a query sees, up to its own; None for all.
     """
     distance = queries[:, :, None] - keys[:, None, :]
     seen = (keys >= 0)[:, None, :] & (distance >= 0)
@@ -94,10 +94,10 @@ def attend(
     softcap: float | None = None,
     sinks: Array | None = None,
 ) -> Array:
-    """The values that each query sees (`mask`), weighted by the softmax of its scaled scores.
+    """Computes attention of queries to the slots that they see (`mask`).
 
-    Scores, softmax and accumulators are float32. A query that sees nothing gets zeros from `"cpu"`,
-    and from the others finite values that mean nothing.
+    Scores, softmax and accumulators are float32. For a query without visible slots, `"cpu"` returns
+    zeros, and the others finite values without meaning.
 
     **Arguments:**
 
@@ -105,7 +105,7 @@ def attend(
     - `key`, `value`: a cache, (batch, slots, kv_heads, head_size) in the dtype of `query`;
       consecutive heads share one of these.
     - `positions`, `held`, `window`: `queries`, `keys` and `window` of `mask`.
-    - `reach`: how many slots are read, from the first on; None for all.
+    - `reach`: the number of slots that are read, from the first; None for all.
     - `softcap`: None, or the bound c in `c tanh(score / c)` of scaled scores, only for `"xla"`.
     - `sinks`: None, or float32 (heads,): a score of each head that is in the denominator of its
       softmax and has no value, only for `"xla"`.
@@ -115,7 +115,7 @@ def attend(
     batch, queries, heads, size = query.shape
     reach = key.shape[1] if reach is None else reach
     if implementation == "cpu":
-        # A program that is traced here may be lowered for another platform.
+        # A program traced here may be lowered for another platform.
         options = {"reach": reach, "window": window, "scale": scale}
         plain = functools.partial(attend, **options, implementation="xla")
         out = lax.platform_dependent(
@@ -131,7 +131,7 @@ def attend(
             query, key, value, mask=seen[:, None], scale=scale, implementation="cudnn"
         )
         return out.reshape(batch, queries, heads * size)
-    # Heads that share keys are rows of one product, which is faster than an axis of the batch.
+    # Heads that share keys are rows of one product: faster than a batch axis.
     kv_heads = key.shape[2]
     shared = heads // kv_heads
     rows = query.reshape(batch, queries, kv_heads, shared, size).transpose(0, 2, 3, 1, 4)

@@ -1,4 +1,4 @@
-"""`bench`: tokens per second of prompts and of generation, for a model or for random weights."""
+"""`bench`: tokens per second of prompts and generation, for a model or for random weights."""
 
 import time
 from typing import Any, NamedTuple
@@ -57,11 +57,10 @@ SHAPES = {
 
 
 class Speed(NamedTuple):
-    """Speeds in tokens per second, of all sequences of a batch together, and bytes on all
-    devices.
+    """Speeds in tokens per second, summed over the sequences of a batch, and bytes on all devices.
 
-    `positions` is the mean number of positions that a decode step attends to, with its own: a step
-    takes longer the more there are, so only speeds at like numbers compare.
+    `positions` is the mean number of positions that a decode step attends to, its own included.
+    Steps take longer with more positions, so compare speeds only at similar numbers.
     """
 
     batch: int
@@ -84,18 +83,18 @@ def bench(
     new_tokens: int = 64,
     repeats: int = 3,
 ) -> Speed:
-    """Measures prompts of random tokens and greedy generation after them; the best of `repeats`.
+    """Measures prompts of random tokens, then greedy generation; returns the best of `repeats`.
 
     Prompts are read into an empty cache. The decode steps attend to `prompt_tokens + 1` up to
     `prompt_tokens + new_tokens` positions; `Speed.positions` is the mean.
 
-    The first run, which compiles, does not count. Times are wall-clock times and include the work
-    of the host between the programs.
+    The first run, which compiles, does not count. Times are wall-clock times, including work of the
+    host between programs.
 
     **Returns:** a `Speed`.
 
-    **Raises:** `TypeError` and `ValueError` for numbers that are none, or beyond the context of the
-    model, and what `generate` raises.
+    **Raises:** `TypeError` and `ValueError` for invalid numbers, or numbers beyond the context of
+    the model, and the errors of `generate`.
 
     ```python
     model = init(Config("llama", 1, 64, 2, 1, 32, 128, 256, 128), INT8)
@@ -152,5 +151,5 @@ def check_sizes(
     if prompt_tokens + new_tokens > config.context:
         raise ValueError(
             f"bench: new_tokens is {new_tokens}, but with {prompt_tokens} of the prompt the "
-            f"context holds {config.context} tokens; use {config.context - prompt_tokens} or fewer."
+            f"context has {config.context} tokens; use {config.context - prompt_tokens} or fewer."
         )

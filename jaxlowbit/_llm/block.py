@@ -1,11 +1,11 @@
-"""`Block`: attention and an MLP of a decoder, cut between attention and attention.
+"""`Block`: attention and an MLP of a decoder, computed from attention to attention.
 
 `Block.finish` covers everything from the output projection of a block to the queries, keys and
-values of the next: one call, `quantized_block`, if the configuration allows it. On NVIDIA GPUs that
-call includes attention in decode steps, which have one query for each sequence.
+values of the next: one call, `quantized_block`, if the configuration allows it. On NVIDIA GPUs this
+call includes attention in decode steps, which have one query per sequence.
 
-With `lhs_qtype` the products of the blocks take quantized activations for at least
-`lhs_min_rows` tokens: the call of a block rounds them, and attention is a separate call.
+With `lhs_qtype`, products of the blocks quantize their activations for at least `lhs_min_rows`
+tokens: the call of a block rounds them, and attention is a separate call.
 """
 
 import functools
@@ -106,17 +106,17 @@ class Block(nnx.Module):
         return self.config.attention_scale or self.config.head_size**-0.5
 
     def rounds(self, x: Array) -> bool:
-        """Whether activations of as many tokens as x has are quantized."""
+        """Whether activations are quantized for the number of tokens in x."""
         rows = math.prod(x.shape[:-1])
         return self.lhs_qtype is not None and rows >= self.lhs_min_rows
 
     def fused(self, x: Array) -> bool:
         """Whether `quantized_block` computes this block."""
-        # The devices of a mesh add their parts within the block.
+        # On a mesh, devices add their partial sums within the block.
         return self.fusible(x) and self.division is None
 
     def fusible(self, x: Array) -> bool:
-        """Whether calls compute this block with its normalizations."""
+        """Whether custom calls compute this block, including its normalizations."""
         config = self.config
         if config.norm_placement != "pre" or config.residual_scale != 1:
             return False
@@ -157,18 +157,18 @@ class Block(nnx.Module):
         implementation: attention.Implementation,
         reach: int,
     ) -> tuple[Array, tuple[Array, ...], Cache]:
-        """This block: attention, and all up to the next.
+        """Computes attention, then everything up to the next attention.
 
         **Arguments:**
 
         - `products`: queries, keys and values, of `project`.
         - `x`: the residual stream (batch, length, width).
         - `following`: the next block.
-        - `rotation`: cosines and sines of the positions (`rope.rotation`); None if queries and
-          keys stay as they are.
+        - `rotation`: cosines and sines of the positions (`rope.rotation`); None for queries and
+          keys without a rotation.
         - `positions`: of the queries, int32 (batch, length).
         - `cache`, `layer`: where keys and values of this block are appended.
-        - `implementation`, `reach`: as of `attention.attend`; `"native"` takes one query.
+        - `implementation`, `reach`: as for `attention.attend`; `"native"` needs one query.
 
         **Returns:** the residual stream, `following.project` of it, and the cache.
         """
@@ -219,7 +219,7 @@ class Block(nnx.Module):
         cache: Cache,
         layer: int,
     ) -> tuple[Array, tuple[Array, ...], Cache]:
-        """`step` by our own kernel for attention."""
+        """`step` with our CUDA kernel for attention."""
         options = cuda_attend.Options(
             self.config.rope_pairs, self.config.norm_epsilon, reach, self.window, self.scale
         )
@@ -290,7 +290,7 @@ class Block(nnx.Module):
         bias: nnx.Variable | None,
         norm: nnx.Param | None,
     ) -> Array:
-        """What attention or the MLP adds to the residual stream."""
+        """The term that attention or the MLP adds to the residual stream."""
         out = biased(add_parts(self.division, product, dtype), bias)
         out = self.normalize(out, norm)
         scale = self.config.residual_scale
@@ -352,7 +352,7 @@ class Block(nnx.Module):
         return x, () if following is None else following.project(x)
 
     def _onward(self, following: "Block | None") -> tuple[Array, Sequence[QuantizedArray]] | None:
-        """What `quantized_block` multiplies by for the next block, if that is quantized."""
+        """The norm and weights of the next block for `quantized_block`, if they are quantized."""
         if following is None or following.attention_norm is None:
             return None
         weights = [w for w in following.matrices if isinstance(w, QuantizedArray)]
@@ -361,7 +361,7 @@ class Block(nnx.Module):
         return following.attention_norm.get_value(), weights
 
     def mixture(self, x: Array, dtype: Any) -> Array:
-        """The mixture of experts of a normalized x, on a mesh of those of this device."""
+        """The mixture of experts of a normalized x; on a mesh, of the experts of this device."""
         assert self.router is not None
         router_bias = None if self.router_bias is None else self.router_bias.get_value()
         expert, weight = experts.route(self.config, x, self.router.get_value(), router_bias)
@@ -403,7 +403,7 @@ class Block(nnx.Module):
     def multiply(
         self, x: Array, weight: Weight | LowRank, dtype: Any = None, *, divided: bool = False
     ) -> Array:
-        """`multiply`, with x in `lhs_qtype` if the weight is quantized and `rounds(x)`.
+        """`multiply`, with x rounded to `lhs_qtype` if the weight is quantized and `rounds(x)`.
 
         `divided`: whether each device of a mesh has a part of every token; they share its scale.
         """
@@ -466,7 +466,7 @@ def norm_variable(config: Config, scale: Any) -> nnx.Param:
 
 
 def _paired(gate: Any, up: Any) -> list[Any]:
-    """Gate and up, as one stack (2, width, hidden) if both are quantized alike."""
+    """Gate and up, as one stack (2, width, hidden) if they have the same format."""
     quantized = isinstance(gate, QuantizedArray) and isinstance(up, QuantizedArray)
     alike = jax.tree.structure(gate) == jax.tree.structure(up)
     if quantized and alike and gate.dtype == up.dtype:

@@ -1,8 +1,8 @@
 """The cache of keys and values: a fixed number of slots with their positions.
 
-Sequences of a batch are written to the same slots. A slot may be empty for some sequences, such as
-for the padding of a shorter prompt: its position is then -1, and no query sees it. So one
-comparison of positions masks later tokens, padding, and tokens before a sliding window.
+Sequences of a batch share slots. A slot may be empty for some sequences, such as in the padding of
+a shorter prompt: its position is then -1, and no query sees it. One comparison of positions
+therefore masks later tokens, padding, and tokens before a sliding window.
 """
 
 from typing import Any, NamedTuple
@@ -33,22 +33,22 @@ class Cache(NamedTuple):
         return self.positions.shape[1]
 
     def advance(self, positions: Array) -> "Cache":
-        """The cache with the next slots given to tokens at positions (batch, tokens); with the last
-        slots if fewer are left."""
+        """Assigns the next slots to tokens at positions (batch, tokens); the last slots, if fewer
+        are left."""
         placed = lax.dynamic_update_slice_in_dim(self.positions, positions, self.used, axis=1)
         used = jnp.minimum(self.used + positions.shape[1], self.slots)
         return self._replace(positions=placed, used=used)
 
     def write(self, layer: int, key: Array, value: Array) -> "Cache":
-        """The cache with keys and values (batch, tokens, kv_heads, head_size) of a layer in the
-        slots that `advance` gave last."""
+        """Writes keys and values (batch, tokens, kv_heads, head_size) of a layer to the slots that
+        `advance` assigned last."""
         start = self.used - key.shape[1]
         keys = lax.dynamic_update_slice_in_dim(self.keys[layer], key, start, axis=1)
         values = lax.dynamic_update_slice_in_dim(self.values[layer], value, start, axis=1)
         return self.replace(layer, keys, values)
 
     def replace(self, layer: int, keys: Array, values: Array) -> "Cache":
-        """The cache with other keys and values (batch, slots, kv_heads, head_size) of a layer."""
+        """Replaces the keys and values (batch, slots, kv_heads, head_size) of a layer."""
 
         def replaced(stored: tuple[Array, ...], new: Array) -> tuple[Array, ...]:
             return (*stored[:layer], new, *stored[layer + 1 :])
@@ -56,12 +56,12 @@ class Cache(NamedTuple):
         return self._replace(keys=replaced(self.keys, keys), values=replaced(self.values, values))
 
     def cut(self, length: Array) -> "Cache":
-        """The cache with its first `length` slots in use only, int32 ()."""
+        """Truncates the cache to its first `length` slots, int32 ()."""
         slots = jnp.arange(self.slots, dtype=jnp.int32)
         return self._replace(positions=jnp.where(slots < length, self.positions, -1), used=length)
 
     def copied_to(self, larger: "Cache") -> "Cache":
-        """An empty cache with more slots, filled with this one."""
+        """Copies this cache to an empty cache with more slots."""
 
         def filled(new: Array, old: Array) -> Array:
             return lax.dynamic_update_slice_in_dim(new, old, 0, axis=1)
@@ -70,13 +70,13 @@ class Cache(NamedTuple):
         return Cache(*arrays, used=self.used)
 
     def repeated(self, times: int) -> "Cache":
-        """The cache with each sequence so many times, one after the other."""
+        """Repeats each sequence, one after the other."""
         arrays = jax.tree.map(lambda array: jnp.repeat(array, times, axis=0), self[:3])
         return Cache(*arrays, used=self.used)
 
 
 def cache_specs(config: Config, axis: str) -> Cache:
-    """How a cache is divided over a mesh axis: along its heads."""
+    """The sharding of a cache over a mesh axis: along its heads."""
     heads: Any = (jax.P(None, None, axis, None),) * config.layers
     whole: Any = jax.P()
     return Cache(heads, heads, whole, whole)
@@ -100,13 +100,13 @@ def make_cache(
 
 
 def nbytes(config: Config, batch: int, slots: int, dtype: Any) -> int:
-    """The bytes of a cache, without making it."""
+    """The size of a cache in bytes, without allocating it."""
     shapes = jax.eval_shape(lambda: make_cache(config, batch, slots, dtype))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
 
 def bucket(needed: int, context: int) -> int:
-    """The slots to make where `needed` are, so that prompts of several lengths share a program.
+    """The number of slots for `needed` ones, so that prompts of similar lengths share a program.
 
     They are a power of two or the context. Padding takes some more: then a multiple of 512.
     """

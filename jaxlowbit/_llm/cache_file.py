@@ -3,10 +3,10 @@
 A file is safetensors with the tensors `tokens`, int32 (n,), and `keys.N` and `values.N` of each
 layer, (n, kv_heads, head_size). Its metadata `jaxlowbit.session` is JSON:
 
-- `version`: of this form;
+- `version`: the version of this form;
 - `model`: the hash of the model (`fingerprint`);
-- `slots`: the number of slots of the cache, which decides about the factors of longrope;
-- `notes`: an object of the caller, such as the messages of a chat.
+- `slots`: the number of slots of the cache, which determines the factors of longrope;
+- `notes`: values of the caller, such as the messages of a chat.
 """
 
 import dataclasses
@@ -67,7 +67,7 @@ def read_session(caller: str, path: Path, decoder: Decoder) -> Contents:
     """Reads a file for the model that wrote it.
 
     **Raises:** `FileNotFoundError`; `ValueError` for a file of another model, a damaged file, and a
-    cache that memory lacks.
+    cache that exceeds the memory.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{caller}: {path} is no file; name one of Session.save.")
@@ -79,8 +79,8 @@ def read_session(caller: str, path: Path, decoder: Decoder) -> Contents:
         slots = fields["slots"]
         if type(slots) is not int or not len(tokens) <= slots <= decoder.config.context:
             raise ValueError(
-                f"{path}: the cache has {checks.brief(slots)} slots, but it is {len(tokens)} to "
-                f"{decoder.config.context}; {_AGAIN}."
+                f"{path}: the cache has {checks.brief(slots)} slots, but it must be {len(tokens)} "
+                f"to {decoder.config.context}; {_AGAIN}."
             )
         arrays = _arrays(tensors, decoder, len(tokens))
         needed = nbytes(decoder.config, 1, slots, decoder.dtype) // decoder.parts
@@ -118,9 +118,9 @@ def _tokens(path: Path, tensors: dict[str, Tensor], decoder: Decoder) -> list[in
     count = shape[0] if len(shape) == 1 else 0
     tokens = tensors["tokens"].check(("I32",), (count,)).array()
     if not 1 <= count < decoder.config.context:
-        raise ValueError(f"{path} has {count} tokens, but the context ends them; {_AGAIN}.")
+        raise ValueError(f"{path} has {count} tokens, more than the context; {_AGAIN}.")
     if not 0 <= tokens.min() <= tokens.max() < decoder.config.vocabulary:
-        raise ValueError(f"{path} has tokens that the vocabulary lacks; {_AGAIN}.")
+        raise ValueError(f"{path} has tokens outside the vocabulary; {_AGAIN}.")
     return tokens.tolist()
 
 

@@ -38,8 +38,8 @@ from .cache import make_cache
 from .config import Config
 from .low_rank import Weight
 
-_SEQUENCES = 8  # that run at the same time
-# Operations whose result a factor of input features divides: norms, or the columns of a matrix.
+_SEQUENCES = 8  # at the same time
+# Operations whose result can be divided by factors: norms, or the columns of a matrix.
 _FOLDS = (
     ("attention_norm", ("q", "k", "v")),
     ("v", ("o",)),
@@ -52,8 +52,8 @@ class Source(NamedTuple):
     """How to read the weights of a model.
 
     - `config`: its configuration.
-    - `floats`: a function from a name to floats, float32.
-    - `stored`: a function from a name to the weight as the decoder takes it, without rounding.
+    - `floats`: returns the float32 weight of a name.
+    - `stored`: returns the weight of a name as the decoder uses it, without rounding.
     """
 
     config: Config
@@ -62,8 +62,8 @@ class Source(NamedTuple):
 
 
 class Rounding(NamedTuple):
-    """How matrices are rounded: the format of each by name, None to leave it; the quantizer; the
-    dtypes of scales and of activations."""
+    """How matrices are rounded: the format of each by name, None to leave it in floats; the
+    quantizer; the dtypes of scales and activations."""
 
     formats: Mapping[str, Format | None]
     quantizer: Any
@@ -97,8 +97,8 @@ def tokens_of(calibration: Calibration, config: Config, tokenizer: Any) -> np.nd
         found = np.asarray(given)
         if not np.issubdtype(found.dtype, np.integer) or found.ndim != 2 or 0 in found.shape:
             raise TypeError(
-                f"load: the batches of the calibration are {brief(given)}, but they are a text, a "
-                "list of texts, or tokens, integers (sequences, length)."
+                f"load: the batches of the calibration are {brief(given)}, but they must be a "
+                "text, a list of texts, or tokens, integers (sequences, length)."
             )
     if found.size and not 0 <= found.min() <= found.max() < config.vocabulary:
         raise ValueError(
@@ -124,12 +124,12 @@ def calibrated(
     calibration: Calibration,
     key: Mapping[str, Any],
 ) -> Iterator[tuple[str, Weight]]:
-    """The weights of a model by name, matrices quantized with the statistics of their inputs.
+    """Quantizes the matrices of a model with the statistics of their inputs; returns all weights.
 
-    The batches of the calibration are `tokens_of`.
+    `tokens_of` returns the batches of the calibration.
 
-    The head has inputs too. An embedding that is not the head too has no product: it is
-    rounded by `"mse"`.
+    The head has inputs too. An embedding that is not also the head has no product, so `"mse"`
+    rounds it.
 
     **Raises:** `ValueError` for inputs that are not finite, and what quantizers raise, with the
     name of the matrix.
@@ -173,7 +173,8 @@ def calibrated(
 
 
 class _Block:
-    """A block with its float weights, by the names of `Config.shapes` without its number."""
+    """A block with its float weights, by the names of `Config.shapes` without the block's
+    number."""
 
     def __init__(self, source: Source, rounding: Rounding, index: int, names: list[str]) -> None:
         self.source, self.rounding, self.index = source, rounding, index
@@ -185,8 +186,8 @@ class _Block:
         self.matrices = tuple(name for name in short if rounding.formats.get(self.prefix + name))
 
     def calibrated(self, x: Array) -> tuple[dict[str, Weight], Array, float]:
-        """The new weights of the block, the inputs of the next, and the mean error
-        of products, relative to their size."""
+        """The new weights of the block, the inputs of the next block, and the mean relative error
+        of products."""
         config, dtype = self.source.config, self.rounding.dtype
         statistics = self._statistics(x)
         changed = self._fold(statistics)
@@ -233,8 +234,8 @@ class _Block:
         }
 
     def _fold(self, statistics: dict[str, Statistics]) -> set[str]:
-        """Multiplies rows of matrices by factors, divides the operation before by them, and returns
-        the names of the weights that change otherwise than by rounding."""
+        """Multiplies rows of matrices by factors and divides the operation before by them. Returns
+        the names of weights that change beyond rounding."""
         factors_of = _registry.factors_of(self.rounding.quantizer)
         changed: set[str] = set()
         if factors_of is None:
@@ -342,7 +343,7 @@ def embedded(table: Array, tokens: Array, scale: float, dtype: Any) -> Array:
 
 
 def _chunks(x: Array) -> list[Array]:
-    """Equal parts of sequences: each size compiles a program."""
+    """Splits sequences into equal parts, since each size compiles a program."""
     size = max(size for size in range(1, _SEQUENCES + 1) if len(x) % size == 0)
     return [x[start : start + size] for start in range(0, len(x), size)]
 

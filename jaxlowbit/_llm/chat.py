@@ -22,9 +22,9 @@ Encode = Callable[[list[dict[str, str]]], list[int]]
 class Conversation:
     """The turns of a chat that fit in the context of a model, and its system message.
 
-    `encode` turns messages to tokens. `room` tokens of the context are kept for a reply: if the
-    turns take more than the rest, the oldest are dropped until half of the context is free, so that
-    the turns after it drop none.
+    `encode` converts messages to tokens. `room` tokens of the context are reserved for a reply. If
+    the turns take more than the rest, the oldest are dropped until half of the context is free, so
+    that the following turns need not drop any.
     """
 
     def __init__(self, encode: Encode, context: int, system: str | None, room: int):
@@ -37,8 +37,8 @@ class Conversation:
 
         **Returns:** the tokens of the conversation, and the number of turns that were dropped.
 
-        **Raises:** `ValueError` if the line does not fit in the context with the system message,
-        and for errors in the template; the conversation is then as before.
+        **Raises:** `ValueError` if the line and the system message exceed the context, and for
+        errors in the template; the conversation is then unchanged.
         """
         turns = [*self._turns, [message("user", line)]]
         tokens, dropped = self._tokens(turns), 0
@@ -49,13 +49,13 @@ class Conversation:
         if len(tokens) >= self._context:
             raise ValueError(
                 f"the line has {len(tokens)} tokens with the template and the system message, but "
-                f"the context holds {self._context} with the reply; write a shorter one."
+                f"the context has {self._context}, with the reply; write a shorter one."
             )
         self._turns = turns[dropped:]
         return tokens, dropped
 
     def answer(self, text: str | None) -> None:
-        """Adds the reply to the last line; None takes the line back."""
+        """Adds the reply to the last line; None removes that line."""
         if text is None:
             self._turns.pop()
         else:
@@ -146,7 +146,7 @@ def _talk(
 
 
 def _lines() -> Iterator[str]:
-    """The lines of standard input that are not empty; a terminal is asked for them.
+    """The nonempty lines of standard input, with a prompt on a terminal.
 
     **Raises:** `KeyboardInterrupt` for the second Ctrl-C in sequence at the prompt of a terminal.
     """

@@ -1,4 +1,4 @@
-"""`ChatTemplate`: conversations to text, with the Jinja environment of transformers.
+"""`ChatTemplate`: renders conversations to text in the Jinja environment of transformers.
 
 Templates are written for `apply_chat_template`. The environment here has the same tags, filters,
 functions and variables (`transformers/utils/chat_template_utils.py`).
@@ -29,14 +29,14 @@ TOKEN_NAMES = (
     "cls_token",
     "mask_token",
 )
-"""The special tokens that every template may name."""
+"""The special tokens that every template may use."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class ChatTemplate(NamedTuple):
     """The templates of a model.
 
-    - `templates`: Jinja by name; "default" is for conversations, "tool_use" for those with tools.
+    - `templates`: Jinja by name: "default" for conversations, "tool_use" for those with tools.
     - `tokens`: the special tokens that templates name, such as `bos_token`.
     """
 
@@ -92,8 +92,9 @@ class ChatTemplate(NamedTuple):
             isinstance(name, str) for name in options or ()
         ):
             raise TypeError(
-                f"Tokenizer.chat: template_options is {brief(options)}, but it is a mapping from "
-                "names of variables to their values, such as {'enable_thinking': False}, or None."
+                f"Tokenizer.chat: template_options is {brief(options)}, but it must be a mapping "
+                "from names of variables to their values, such as {'enable_thinking': False}, or "
+                "None."
             )
         found = {"tools": None, "documents": None, **(options or {})}
         taken = {"messages", "add_generation_prompt", *TOKEN_NAMES, *self.tokens}
@@ -107,16 +108,16 @@ class ChatTemplate(NamedTuple):
             fits = isinstance(values, list | tuple) and all(isinstance(x, Mapping) for x in values)
             if values is not None and not fits:
                 raise TypeError(
-                    f"Tokenizer.chat: {name} in template_options is {brief(values)}, but it is a "
-                    "list of mappings; a tool is the JSON schema of a function."
+                    f"Tokenizer.chat: {name} in template_options is {brief(values)}, but it must "
+                    "be a list of mappings; a tool is the JSON schema of a function."
                 )
         return found
 
 
 def _message(index: int, message: Any) -> dict[str, Any]:
-    """A message as templates get it from transformers.
+    """Converts a message as transformers does for templates.
 
-    An entry that is None is left out, and the names of the model's reasoning are made equal.
+    Entries that are None are omitted, and the two names of a model's reasoning are unified.
     """
     found = _plain(message)
     if not isinstance(found, dict) or "role" not in found:
@@ -132,9 +133,9 @@ def _message(index: int, message: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A value made of the types of JSON; another object becomes the name of its type.
+    """Converts a value to JSON types; another object becomes the name of its type.
 
-    Methods of other objects are not safe in templates, which come from the model file.
+    Templates come from the model file, so methods of other objects are not safe in them.
     """
     if value is None or isinstance(value, str | int | float):
         return value
@@ -153,7 +154,7 @@ def _plain(value: Any) -> Any:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}`, which marks the text of the model in training. It renders its body."""
+    """`{% generation %}`, which marks the model's text for training; renders its body."""
 
     tags = {"generation"}  # noqa: RUF012
 

@@ -134,10 +134,10 @@ def _add_model(parser: argparse.ArgumentParser, also: str = "") -> None:
     parser.add_argument("--format", help=formats)
     add_rounding(parser)
     parser.add_argument("--dtype", choices=list(map(str, FLOATS)), help="dtype of the activations")
-    inputs = "dtype to which blocks round the inputs of products with quantized weights"
+    inputs = "rounds inputs of products with quantized weights in blocks to this dtype"
     dtypes = [str(dtype) for dtype in activations.VALUES]
     parser.add_argument("--lhs-qtype", choices=dtypes, help=inputs)
-    fewer = "number of tokens at a time from which inputs are rounded"
+    fewer = "minimum number of tokens in a call for such rounding"
     parser.add_argument("--lhs-min-rows", type=int, metavar="N", help=fewer)
     devices = "how many devices to divide the model over"
     parser.add_argument("--devices", type=int, default=1, metavar="N", help=devices)

@@ -14,13 +14,13 @@ from .._core.format import Format, format_name
 from ..checkpoint._rows import rows_of
 
 VERSION = "0.20.0"
-"""The version of compressed-tensors whose layout this is."""
+"""The version of compressed-tensors that defines this layout."""
 
 
 def tensors_of(name: str, array: QuantizedArray) -> dict[str, np.ndarray]:
-    """The tensors of a matrix (k, n), under the name of its module.
+    """The tensors of a matrix (k, n), named after its module.
 
-    **Raises:** `ValueError` for a format, groups or zeros that `pack-quantized` lacks.
+    **Raises:** `ValueError` for a format, groups or zeros that `pack-quantized` does not support.
     """
     format = array.format
     check_format(format)
@@ -66,7 +66,7 @@ def _packed(values: np.ndarray, bits: int) -> np.ndarray:
 
 
 def config_of(matrices: Mapping[str, Format], floats: list[str]) -> dict[str, Any]:
-    """`quantization_config` of config.json, of modules by name and modules that stay floats."""
+    """`quantization_config` of config.json, for modules by name and modules that stay floats."""
     groups: dict[Format, list[str]] = {}
     for name, format in matrices.items():
         groups.setdefault(format, []).append(name)

@@ -11,7 +11,7 @@ from .architectures import ARCHITECTURES, Activation, NormPlacement, QkNorm, Rop
 
 RopeKind = Literal["linear", "llama3", "yarn", "factors", "longrope"]
 
-# No model is larger; a file with a larger size is damaged.
+# Larger sizes mean that a file is damaged.
 MOST = {
     "layers": 10_000,
     "width": 2**20,
@@ -28,7 +28,7 @@ _MATRICES = ("q", "k", "v", "o", "gate", "up", "down", "embedding", "head")
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """How the frequencies of a rotation are lowered, for contexts longer than those trained on.
+    """The scaling of a rotation's frequencies, for contexts longer than in training.
 
     **Arguments:**
 
@@ -39,16 +39,16 @@ class RopeScaling:
       `original_context`. `"factors"` divides each frequency by its entry of `factors`, the numbers
       of llama.cpp's tensor `rope_freqs`. `"longrope"` (Ding et al., 2024) divides by `factors`, or
       by `long_factors` if the cache has more slots than `original_context`.
-    - `factor`: the divisor of lowered frequencies, at least 1; for factors, of all frequencies; for
-      longrope the ratio of the context and `original_context`, which only `amplitude` uses.
-    - `original_context`: the context of the first training; for llama3, yarn and longrope.
+    - `factor`: the divisor of lowered frequencies, at least 1; for `"factors"`, of all frequencies;
+      for longrope, the ratio of the context to `original_context`, which only `amplitude` uses.
+    - `original_context`: the context in training; for llama3, yarn and longrope.
     - `low`, `high`: for llama3.
     - `beta_fast`, `beta_slow`: for yarn.
-    - `attention_factor`: the factor of sines and cosines. None is 1, but for yarn
-      `0.1 ln(factor) + 1`, or with `mscale` and `mscale_all_dim` the ratio
-      `(0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1)`; for longrope
-      `sqrt(1 + ln(factor) / ln(original_context))`.
-    - `factors`, `long_factors`: for factors and longrope, one for each pair of elements that
+    - `attention_factor`: the factor of sines and cosines. The default is 1, except for yarn: `0.1
+      ln(factor) + 1`, or with `mscale` and `mscale_all_dim` the ratio `(0.1 mscale ln(factor) + 1)
+      / (0.1 mscale_all_dim ln(factor) + 1)`; and for longrope: `sqrt(1 + ln(factor) /
+      ln(original_context))`.
+    - `factors`, `long_factors`: for `"factors"` and longrope, one for each pair of elements that
       rotates; `long_factors` only for longrope.
     - `mscale`, `mscale_all_dim`: for yarn, both or neither.
     - `truncate`: for yarn, whether the first and the last blended pair are rounded to integers.
@@ -108,7 +108,8 @@ class RopeScaling:
             factors = getattr(self, name)
             if not isinstance(factors, tuple):
                 raise ValueError(
-                    f"RopeScaling: {name}={factors!r}, but it is a tuple of numbers; correct it."
+                    f"RopeScaling: {name}={factors!r}, but it must be a tuple of numbers; correct "
+                    "it."
                 )
             if (self.kind in kinds) != bool(factors):
                 raise ValueError(
@@ -140,7 +141,7 @@ class RopeScaling:
     def lowered(self, frequencies: np.ndarray, base: float, *, long: bool = False) -> np.ndarray:
         """The scaled frequencies, float64 (pairs,), of a rotation with this base.
 
-        `long`: whether by `long_factors`.
+        `long`: whether to use `long_factors`.
         """
         if self.kind == "linear":
             return frequencies / self.factor
@@ -156,7 +157,7 @@ class RopeScaling:
         return kept * frequencies + (1 - kept) * frequencies / self.factor
 
     def _yarn_ramp(self, pairs: int, base: float) -> np.ndarray:
-        """From 0 for pairs that turn fast to 1 for pairs that turn slowly."""
+        """The blend of each pair: 0 for pairs that turn fast, 1 for pairs that turn slowly."""
 
         def pair(turns: float) -> float:
             wave = self.original_context / (2 * math.pi * turns)
@@ -175,8 +176,8 @@ class Config:
 
     **Arguments:**
 
-    - `architecture`: a name of `ARCHITECTURES`, such as `"llama"` or `"gemma3"`; only a name: the
-      other fields hold everything that differs.
+    - `architecture`: a name in `ARCHITECTURES`, such as `"llama"`: the names in files and errors;
+      the other fields describe all differences.
     - `layers`, `width`, `heads`, `kv_heads`, `head_size`, `hidden`, `vocabulary`: sizes.
       `kv_heads` divides `heads`; `hidden` is the width of the gated MLP.
     - `context`: maximum number of positions.
@@ -186,8 +187,8 @@ class Config:
     - `rope_size`: the number of elements of a head, from the first on, that rotate; None for all.
     - `rope_scaling`: None, or a `RopeScaling` for global layers.
     - `rope_layers`: for each layer, whether its queries and keys rotate; () if all do.
-    - `local_rope_base`: the base in layers with a window, unscaled; None if they rotate as the
-      others do.
+    - `local_rope_base`: the base in layers with a window, unscaled; None if they rotate like the
+      other layers.
     - `window`: None, or the number of positions that local layers attend to, including their own.
     - `window_layers`: with a window, for each layer whether it is local; () if all are.
     - `qk_norm`: None, or RMS norms of queries and keys before the rotation: of each `"head"`, or of
@@ -325,8 +326,8 @@ class Config:
             booleans = isinstance(layers, tuple) and all(type(layer) is bool for layer in layers)
             if not booleans or len(layers) not in (0, self.layers):
                 raise ValueError(
-                    f"Config: {name}={brief(layers)}, but it is a tuple of True or False for each "
-                    f"of the {self.layers} layers, or (); correct it."
+                    f"Config: {name}={brief(layers)}, but it must be a tuple of True or False for "
+                    f"each of the {self.layers} layers, or (); correct it."
                 )
 
     def _check_temperature(self) -> None:
@@ -335,8 +336,8 @@ class Config:
             return
         if not isinstance(found, tuple) or len(found) != 2:
             raise ValueError(
-                f"Config: attention_temperature={found!r}, but it is None or a factor and a number "
-                "of positions; correct it."
+                f"Config: attention_temperature={found!r}, but it must be None or a factor and a "
+                "number of positions; correct it."
             )
         _positive("Config", "attention_temperature[0]", found[0])
         _size("Config", "attention_temperature[1]", found[1], MOST["context"])
@@ -363,7 +364,7 @@ class Config:
             return
         if not isinstance(scaling, RopeScaling):
             raise ValueError(
-                f"Config: rope_scaling={scaling!r}, but it is None or a RopeScaling; make one."
+                f"Config: rope_scaling={scaling!r}, but it must be None or a RopeScaling; make one."
             )
         if scaling.kind == "yarn" and self.rope_base <= 1:
             raise ValueError(
@@ -395,22 +396,22 @@ class Config:
         return not self.rope_layers or self.rope_layers[layer]
 
     def takes_long_factors(self, slots: int) -> bool:
-        """Whether keys in a cache of so many slots rotate by the long factors of longrope."""
+        """Whether keys in a cache with this number of slots rotate by longrope's long factors."""
         scaling = self.rope_scaling
         if scaling is None or scaling.kind != "longrope":
             return False
         return slots > scaling.original_context
 
     def rope_frequencies(self, *, local: bool = False, long: bool = False) -> np.ndarray:
-        """Angles in radians between a position and the next, for each pair of elements.
+        """Angles in radians between consecutive positions, for each pair of elements.
 
         **Arguments:**
 
         - `local`: whether for layers with a window, which may have another base.
         - `long`: whether by the long factors of longrope.
 
-        **Returns:** float32 (rotated_size / 2,), scaled as `rope_scaling` says. The
-        factor of sines and cosines, `rope_scaling.amplitude`, is not among them.
+        **Returns:** float32 (rotated_size / 2,), with `rope_scaling`, but without its `amplitude`,
+        the factor of sines and cosines.
 
         ```python
         config.rope_frequencies()[0]  # 1, unless scaled
@@ -425,10 +426,10 @@ class Config:
         return frequencies.astype(np.float32)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every weight by its name; matrices are (in, out).
+        """The shape of every weight, by name; matrices are (in, out).
 
-        The embedding is (width, vocabulary), like the head, which a tied model has not. Weights of
-        experts have a leading axis, as in (experts, width, hidden).
+        The embedding is (width, vocabulary), and so is the head, which a tied model does not have.
+        Weights of experts have a leading axis, as in (experts, width, hidden).
 
         ```python
         config.shapes()["layers.0.q"]
@@ -500,15 +501,15 @@ def check_config(caller: str, config: object) -> None:
     """
     if not isinstance(config, Config):
         raise TypeError(
-            f"{caller}: config is {brief(config)}, but it is a Config, such as that of a model, "
-            "model.config."
+            f"{caller}: config is {brief(config)}, but it must be a Config, such as that of a "
+            "model, model.config."
         )
 
 
 def _size(owner: str, name: str, value: object, most: int) -> None:
     if type(value) is not int or not 1 <= value <= most:
         raise ValueError(
-            f"{owner}: {name}={value!r}, but it is an integer from 1 to {most}; correct it."
+            f"{owner}: {name}={value!r}, but it must be an integer from 1 to {most}; correct it."
         )
 
 
@@ -516,13 +517,13 @@ def _number(owner: str, name: str, value: object) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST:
         return value
     raise ValueError(
-        f"{owner}: {name}={value!r}, but it is a finite number, also in float32; correct it."
+        f"{owner}: {name}={value!r}, but it must be a finite number, also in float32; correct it."
     )
 
 
 def _positive(owner: str, name: str, value: object) -> None:
     if (number := _number(owner, name, value)) <= 0:
-        raise ValueError(f"{owner}: {name}={value!r}, but it is above 0; correct it.")
+        raise ValueError(f"{owner}: {name}={value!r}, but it must be above 0; correct it.")
     if number < SMALLEST:
         raise ValueError(
             f"{owner}: {name}={value!r}, which float32 rounds to 0; it is {SMALLEST:.3g} or more."
@@ -534,4 +535,4 @@ def _one_of(owner: str, name: str, value: object, choices: tuple[Any, ...]) -> N
         value is choice or (isinstance(value, str) and value == choice) for choice in choices
     ):
         listed = ", ".join(map(repr, choices))
-        raise ValueError(f"{owner}: {name}={value!r}, but it is one of {listed}; correct it.")
+        raise ValueError(f"{owner}: {name}={value!r}, but it must be one of {listed}; correct it.")

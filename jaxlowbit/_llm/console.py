@@ -31,7 +31,7 @@ def text_of(option: str, source: str) -> str:
 
 
 def decode(name: str, data: bytes) -> str:
-    """UTF-8 to text, without a byte order mark.
+    """Decodes UTF-8, without a byte order mark.
 
     **Raises:** `ValueError` that begins with `name`.
     """
@@ -46,7 +46,7 @@ def decode(name: str, data: bytes) -> str:
 
 
 def check_unicode(option: str, text: str) -> str:
-    """Returns an argument of the command line; Python turns its wrong bytes into surrogates.
+    """Returns an argument of the command line; Python decodes invalid bytes to surrogates.
 
     **Raises:** `ValueError` if it contains any.
     """
@@ -58,7 +58,7 @@ def check_unicode(option: str, text: str) -> str:
 
 
 def show(pieces: Iterator[str], said: list[str]) -> Generation:
-    """Prints pieces of `stream` as they come, adds them to `said`, and ends the line.
+    """Prints pieces of `stream` as they come, appends them to `said`, and ends the line.
 
     A terminal gets a notice if the first piece takes long: a new length may compile a program.
     """
@@ -79,7 +79,7 @@ def show(pieces: Iterator[str], said: list[str]) -> Generation:
 
 
 def say(message: str) -> None:
-    """Prints a notice, which is no part of the output, on standard error."""
+    """Prints a notice on standard error, since it is not part of the output."""
     print(f"[{message}]", file=sys.stderr, flush=True)
 
 
@@ -107,7 +107,7 @@ def _name(tokenizer: Any, token: int) -> str:
 
 
 def _peak() -> str:
-    """The maximum of memory in use, if the device reports it."""
+    """The peak of memory in use, if the device reports it."""
     found: Any = jax.devices()[0].memory_stats() or {}
     peak = found.get("peak_bytes_in_use")
     return "" if peak is None else f", device at most {peak / 1e6:,.0f} MB"

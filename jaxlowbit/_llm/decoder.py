@@ -1,16 +1,16 @@
-"""`Decoder`: one transformer for all architectures (`architectures.py`), by its `Config`.
+"""`Decoder`: one transformer for all architectures (`architectures.py`), described by a `Config`.
 
-It is also an example of how to write a model with quantized weights. The residual stream x of a
-decoder of L blocks goes through
+It is also an example of a model with quantized weights. The residual stream x of a decoder with L
+blocks is computed as
 
     x = embedding[tokens]
     q, k, v = norm(x) times the weights of block 0
     for each block:  x, (q, k, v) = finish(attend(q, k, v), x), with the q, k, v of the next block
     logits = norm(x) times the head
 
-`block.py` has `attend` and `finish`. On a mesh every device runs this with its part of the weights
-(`sharding.py`). Only two things differ there: the ends, and `add_parts`, which adds the partial
-sums of the devices.
+`block.py` contains `attend` and `finish`. On a mesh every device runs this with its shards of the
+weights (`sharding.py`). Only two things differ there: the ends, and `add_parts`, which adds the
+partial sums of the devices.
 """
 
 import functools
@@ -53,22 +53,21 @@ class Decoder(nnx.Module):
       `layers.N.post_{attention,mlp}_norm`, `layers.N.sinks`; so is `layers.N.router` (width,
       experts). `Config.shapes` lists them.
     - `dtype`: float32, bfloat16 or float16, of activations and the cache.
-    - `lhs_qtype`: None, or `jnp.int8` or `jnp.float8_e4m3fn`: the inputs of products with
-      quantized matrices of blocks are rounded to it, with a scale for each token
-      (`quantize_activations`). Embedding and head take floats.
-    - `lhs_min_rows`: minimum number of tokens, of all sequences, for such rounding; fewer stay
-      floats. None for 1 on a CPU, and on a GPU for 32 or 192, as the formats of the weights need
-      for faster products.
-    - `mesh`: a mesh with one axis, to divide the decoder over its devices; None for one device.
+    - `lhs_qtype`: None, or `jnp.int8` or `jnp.float8_e4m3fn`, the inputs of products with
+      quantized matrices of blocks are rounded to it, with a scale per token
+      (`quantize_activations`). Embedding and head always have float inputs.
+    - `lhs_min_rows`: minimum number of tokens, over all sequences, for such rounding. None for 1
+      on a CPU, and for 32 or 192 on a GPU, where products are faster from then on.
+    - `mesh`: a mesh with one axis, to shard the decoder over its devices; None for one device.
     - `consume`: whether to remove each weight from the dict once it is a variable. Then at most the
-      weights of one block, whose gate and up are stacked, exist twice.
+      weights of one block exist twice, while its gate and up are stacked.
 
-    Quantized weights are variables that hold a `QuantizedArray` each, gate and up of a block as
-    one stack; `nnx.state(decoder, QuantizedVariable)` finds them.
+    Each quantized weight is a variable with a `QuantizedArray`; gate and up of a block are one
+    stack. `nnx.state(decoder, QuantizedVariable)` selects these variables.
 
     **Raises:** `TypeError` for arguments of other types; `ValueError` with the names of missing and
-    unknown weights, for a weight of another shape, another dtype, and for sizes that the devices of
-    the mesh do not divide.
+    unknown weights, for weights of another shape or dtype, and for sizes that the number of devices
+    does not divide.
 
     ```python
     decoder = init(Config("llama", 1, 64, 2, 1, 32, 128, 256, 128), INT8).decoder
@@ -109,7 +108,7 @@ class Decoder(nnx.Module):
             block.lhs_min_rows = self.lhs_min_rows
 
     def _rows_in_8_bits(self, mesh: jax.sharding.Mesh | None) -> int:
-        """The smallest number of rows that all products of the blocks multiply faster in 8 bits."""
+        """The minimum number of rows that makes all products of the blocks faster in 8 bits."""
         device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
         if self.lhs_qtype is None or device.platform != "gpu":
             return 1
@@ -118,7 +117,7 @@ class Decoder(nnx.Module):
         return max((least_rows(self.lhs_qtype, w) for w in quantized), default=1)
 
     def divide(self, mesh: jax.sharding.Mesh, caller: str = "shard") -> None:
-        """Divides the decoder over the devices of a mesh with one axis.
+        """Shards the decoder over the devices of a mesh with one axis.
 
         **Raises:** `ValueError` for sizes that the number of devices does not divide, before
         anything is moved.
@@ -130,7 +129,7 @@ class Decoder(nnx.Module):
 
     @property
     def _formats(self) -> dict[str, Format | None]:
-        """The formats of the matrices that are divided along k, by name."""
+        """The formats of the matrices that are sharded along k, by name."""
         matrices = {
             f"layers.{i}.{name}": base_of(getattr(block, name).get_value())
             for i, block in enumerate(self.blocks)
@@ -155,13 +154,13 @@ class Decoder(nnx.Module):
         tokens = checks.array("Decoder", "tokens", tokens, rule)
         if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise ValueError(
-                f"Decoder: tokens are {tokens.dtype}{list(tokens.shape)}, but they are integers "
-                "(batch, length); a single prompt is a batch of one."
+                f"Decoder: tokens are {tokens.dtype}{list(tokens.shape)}, but they must be "
+                "integers (batch, length); a single prompt is a batch of one."
             )
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
         batch, length = tokens.shape
         cache = self.make_cache(batch, length)
-        # On a mesh, indices of columns are computed from tokens: in int32, whatever their dtype.
+        # On a mesh, column indices are computed from tokens in int32, whatever their dtype.
         return self.logits(self.forward(tokens.astype(jnp.int32), positions, cache)[0])
 
     def make_cache(self, batch: int, slots: int) -> Cache:
@@ -170,14 +169,14 @@ class Decoder(nnx.Module):
         return make_cache(self.config, batch, slots, self.dtype, mesh)
 
     def replicate(self, arrays: Any) -> Any:
-        """Arrays on each of the devices of this decoder."""
+        """Arrays replicated over the devices of this decoder."""
         if self.division is None:
             return arrays
         return jax.device_put(arrays, jax.NamedSharding(self.division.mesh, jax.P()))
 
     @property
     def parts(self) -> int:
-        """How many devices it is divided over."""
+        """The number of devices that it is sharded over."""
         return 1 if self.division is None else self.division.parts
 
     def forward(
@@ -189,11 +188,11 @@ class Decoder(nnx.Module):
 
         - `tokens`: integers (batch, length).
         - `positions`: of the tokens in their sequences, int32 (batch, length), ascending; -1 for
-          padding, whose results mean nothing.
-        - `cache`: `make_cache`, or from the call for the tokens before. It must have `length` free
+          padding, whose results have no meaning.
+        - `cache`: from `make_cache`, or from the call for the previous tokens; with `length` free
           slots.
-        - `reach`: how many slots attention reads, at least those in use after this call; None for
-          all. A prompt at the beginning of a long cache so costs what its length does.
+        - `reach`: the number of slots that attention reads, at least those in use after this call;
+          None for all. A smaller reach makes the first chunks of a prompt cheaper.
 
         **Returns:** normalized features (batch, length, width), and the cache.
         """
@@ -264,12 +263,12 @@ class Decoder(nnx.Module):
         return self.division.add_rows(x, self.dtype)
 
     def logits(self, x: Array) -> Array:
-        """The logits, float32 (..., vocabulary), of what `forward` returns (..., width)."""
+        """The logits, float32 (..., vocabulary), for a result of `forward` (..., width)."""
         return self.joined(self.divided_logits(x))
 
     def divided_logits(self, x: Array) -> Array:
-        """The logits, float32 (..., vocabulary); on several devices with padding, where each has
-        those of its part of the vocabulary."""
+        """The logits, float32 (..., vocabulary); on several devices with padding, and each
+        device has its part of the vocabulary."""
         if self.division is None:
             return self._logits(x)
         columns = jax.P(*[None] * (x.ndim - 1), self.division.axis)
@@ -308,12 +307,12 @@ def take(table: Weight, tokens: Array) -> Array:
 
 
 def check(config: Config, weights: Mapping[str, Weight | LowRank]) -> None:
-    """Raises for weights that do not fit a configuration."""
+    """Raises for weights that do not match a configuration."""
     check_config("Decoder", config)
     if not isinstance(weights, Mapping):
         raise TypeError(
-            f"Decoder: weights is {checks.brief(weights)}, but it is a mapping from the names of "
-            "Config.shapes() to matrices, quantized or float, and vectors."
+            f"Decoder: weights is {checks.brief(weights)}, but it must be a mapping from the names "
+            "of Config.shapes() to matrices, quantized or float, and vectors."
         )
     expected = config.shapes()
     missing, unknown = expected.keys() - weights.keys(), weights.keys() - expected.keys()

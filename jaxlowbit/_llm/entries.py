@@ -1,7 +1,7 @@
 """Entries of config.json and generation_config.json that `huggingface` does not read.
 
-Each entry of transformers' classes is read, harmless, or a feature that the decoder lacks; a test
-holds the tables to a list of these entries (tools/config_entries.py).
+Each entry of transformers' classes is read, harmless, or turns on a feature that the decoder lacks.
+A test compares the tables with a list of these entries (tools/config_entries.py).
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from .._core.checks import brief
 from ..checkpoint._fields import Fields
 
-# By the reason: none of them changes the logits or the tokens that end a text.
+# By reason. None of them affects the logits or the tokens that end a text.
 _HARMLESS = {
     "descriptions of the file": """
         _commit_hash _name_or_path architectures dtype finetuning_task id2label is_llama_config
@@ -92,7 +92,7 @@ _FEATURES = (
     ),
     _Feature(
         "clip_qkv use_qk_norm qk_norm qk_layernorm attention_sinks",
-        "the attention of the decoder here has it only where the architecture always does",
+        "the decoder here has it only for architectures that always use it",
     ),
     _Feature(
         "alibi use_alibi no_rope_layers rope_interleave rope_interleaved use_mrope",
@@ -110,8 +110,7 @@ _FEATURES = (
 )
 _FEATURE_OF = {name: feature for feature in _FEATURES for name in feature.names.split()}
 
-# Entries of generation_config.json, and of older files' config.json, with the value that changes
-# no text.
+# Entries of generation_config.json, and of config.json in older files, with the neutral value.
 _DECODING = {
     "bad_words_ids": None,
     "begin_suppress_tokens": None,
@@ -143,7 +142,7 @@ _DECODING = {
 def check_features(path: Path, values: Mapping[str, Any], known: frozenset[str]) -> None:
     """Checks that no entry of a config.json turns on a feature that the decoder lacks.
 
-    **Arguments:** `known`: entries that are read for this architecture, or turn on nothing.
+    **Arguments:** `known`: entries that this architecture reads, or that have no effect.
 
     **Raises:** `ValueError` with the entry, its value and the reason.
     """
@@ -157,10 +156,10 @@ def check_features(path: Path, values: Mapping[str, Any], known: frozenset[str])
 
 
 def left_out(known: Fields, harmless: frozenset[str] = frozenset()) -> list[str]:
-    """Sentences on the entries that were not read and are in no table; most files have none.
+    """Sentences on entries that were not read and are in no table; most files have none.
 
     transformers sets them as attributes that its models do not read. Values that are null, false,
-    zero or empty turn nothing on.
+    zero or empty have no effect.
     """
     unknown, decoding = {}, {}
     for name, value in known.values.items():

@@ -15,8 +15,8 @@ class Evaluation(NamedTuple):
     - `format`, `quantizer`: names, None for the weights of the file.
     - `bits`: bits per weight of all matrices, with scales and zeros.
     - `nbytes`: bytes of all weights.
-    - `perplexity`, `divergence`: as `Perplexity` has them; the reference is the model of the file.
-    - `tokens`: how many tokens were predicted.
+    - `perplexity`, `divergence`: as in `Perplexity`; the reference is the model of the file.
+    - `tokens`: the number of predicted tokens.
     """
 
     format: str | None
@@ -29,7 +29,7 @@ class Evaluation(NamedTuple):
 
     @property
     def line(self) -> str:
-        """A line of the table under `HEAD`."""
+        """A row of the table under `HEAD`."""
         name = "as stored" if self.format is None else self.format
         return (
             f"{name:24}{self.quantizer or '':20}{self.bits:6.2f}{self.nbytes / 1e6:10.1f}"
@@ -53,7 +53,7 @@ def evaluate(
     progress: bool = False,
     **decoding: Any,
 ) -> Iterator[Evaluation]:
-    """Measures a model as stored, then in each format by each quantizer.
+    """Measures a model as stored, then in each format with each quantizer.
 
     **Arguments:**
 
@@ -63,7 +63,7 @@ def evaluate(
     - `formats`: by name, the arguments `format` and `rules` of `load`.
     - `quantizers`, `decoding`: arguments of `load`.
 
-    **Raises:** what `load` and `perplexity` raise.
+    **Raises:** the errors of `load` and `perplexity`.
     """
     begin, found, context = windowed(header, text, context)
     found = [*begin.tolist(), *found[: None if tokens is None else tokens + 1].tolist()]
@@ -79,7 +79,7 @@ def evaluate(
 
 
 def reads_statistics(quantizer: str | None) -> bool:
-    """Whether a quantizer takes a calibration."""
+    """Whether a quantizer needs a calibration."""
     return _registry.statistics_of(quantizer) is not None
 
 

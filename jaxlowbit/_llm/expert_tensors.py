@@ -1,4 +1,4 @@
-"""Experts of model files: one tensor for each expert, or stacks, as a list of one tensor each."""
+"""Experts of model files, in a tensor each or in stacks, as lists with a tensor per expert."""
 
 import dataclasses
 import re
@@ -62,14 +62,15 @@ def lists_of(path: Path, weights: Mapping[str, Any], experts: int) -> dict[str, 
 
 
 def stored_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape in a file of a weight of a shape of `Config.shapes`, or of one expert."""
+    """The shape in a file of a weight, or of one of its experts, by its shape in
+    `Config.shapes`."""
     if len(shape) == 2 and name.endswith("_bias"):
         return shape
     return shape[-2:][::-1]
 
 
 class View(NamedTuple):
-    """Some numbers of a float tensor as a matrix (rows, k); `read` returns all of them."""
+    """A part of a float tensor as a matrix (rows, k); `read` returns all of it."""
 
     tensor: Tensor
     shape: tuple[int, ...]
@@ -96,7 +97,7 @@ def of_stacks(
 ) -> dict[str, Tensor | Matrix | View | list[Any]]:
     """Weights of gpt-oss by our names, with the stacks of experts as lists.
 
-    Fused outputs alternate: gate at even numbers, up at odd ones. Stacks of floats are
+    Fused outputs alternate: gate at even indices, up at odd ones. Stacks of floats are
     (experts, in, out).
 
     **Raises:** `ValueError` for a stack of another shape.

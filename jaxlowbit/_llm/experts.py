@@ -28,7 +28,7 @@ def route(config: Config, x: Array, router: Array, bias: Array | None) -> tuple[
     - `router`, `bias`: float32 (width, experts), and (experts,) or None.
 
     **Returns:** int32 and float32 (..., experts_per_token), the largest weight first. Logits and
-    their softmax are float32; of equal experts the first is chosen.
+    their softmax are float32; of experts with equal logits the first is chosen.
     """
     logits = jnp.matmul(x.astype(jnp.float32), router, precision=lax.Precision.HIGHEST)
     if bias is not None:
@@ -64,8 +64,8 @@ def mix(
     - `down`: (experts, hidden, width).
     - `gate_up_bias`, `down_bias`: (2, experts, hidden) and (experts, width), or None.
     - `activation`, `lhs_qtype`: as for `quantized_moe`.
-    - `offset`: the number of the first of these experts, int32 (), if other devices have others;
-      the results of all devices are added.
+    - `offset`: the number of the first of these experts, int32 (), if other devices have other
+      experts; the caller adds the results of all devices.
     """
     if len(gate_up) == 1 and isinstance(down, QuantizedArray):
         stack: Any = gate_up[0]

@@ -26,7 +26,7 @@ KINDS = ("gguf", "compressed-tensors")
 def write_export(
     path: Path, kind: str, decoder: Any, tokenizer: Any, *, overwrite: bool, progress: bool
 ) -> None:
-    """Writes a model in the format of another engine; arguments and errors as of `export`."""
+    """Writes a model in the format of another engine; arguments and errors as for `export`."""
     check_target("export", path, overwrite)
     source = source_of("export", tokenizer)
     config, weights = without_adapter("export", decoder)
@@ -58,7 +58,7 @@ def write_export(
 
 
 def _gguf_source(source: Path | None) -> Path | None:
-    """The GGUF file with the metadata of a model; None for a Hugging Face folder.
+    """The GGUF file that supplies the metadata of a model; None for a Hugging Face folder.
 
     **Raises:** `ValueError` for a model without a file.
     """
@@ -100,7 +100,7 @@ def _add_tensors(
     theirs = {ours: name for name, ours in reversed([*names.tensors.items()])}
     scaling = config.rope_scaling
     if scaling is not None and scaling.kind == "longrope":
-        raise ValueError("export: tensors of the rotation longrope are not written; keep the file.")
+        raise ValueError("export: models with longrope cannot be written; keep the file.")
     if (factors := gguf_metadata.factors_of(config)) is not None:
         writer.add_tensor("rope_freqs.weight", factors)
     for ours, weight in weights.items():
@@ -123,8 +123,8 @@ _ROTATED = re.compile(r"\.[qk](_bias)?$")
 
 
 def _copy_metadata(source: Path, writer: gguf.GGUFWriter) -> None:
-    """Copies the metadata of a file except the entries about its files and types."""
-    File(source)  # raises for a damaged file, which the reader of the package trusts
+    """Copies the metadata of a file, except entries about its files and tensor types."""
+    File(source)  # raises for a damaged file; the reader of the package does not check
     for field in gguf.GGUFReader(source).fields.values():
         skipped = field.name.startswith(("GGUF.", "split.")) or field.name in (
             "general.architecture",
@@ -152,7 +152,7 @@ def _gguf_tensors(name: str, weight: Any) -> dict[str, tuple[str, np.ndarray]]:
 
 
 def _numbered(ours: str, names: Mapping[str, str]) -> str:
-    """The name of a weight by a table with N for the number of a layer."""
+    """Looks up the name of a weight in a table with N for the number of a layer."""
     _, number, own = ours.split(".") if ours.startswith("layers.") else ("", "", ours)
     found = names.get(f"layers.N.{own}" if number else own)
     if found is None:
@@ -167,7 +167,8 @@ def _numbered(ours: str, names: Mapping[str, str]) -> str:
 
 
 def _folder_source(source: Path | None, config: Config) -> dict[str, Any]:
-    """config.json of the Hugging Face folder that a model came from, without its quantization."""
+    """config.json of the Hugging Face folder that supplies a model's metadata, without
+    quantization."""
     file = None if source is None or not source.is_dir() else source / "config.json"
     values = {} if file is None or not file.is_file() else read_json(file)
     if "hidden_size" not in values and "text_config" not in values:
@@ -204,7 +205,7 @@ def _compressed(
                 raise ValueError(f"export: {ours}: {error}.") from None
             matrices[module] = weight.format
             continue
-        # transformers looks rows of the embedding up, and quantizes no such module.
+        # transformers looks up rows of the embedding, and does not support a quantized one.
         dense = weight.dequantize(jnp.float32) if quantized else weight
         if ours.endswith("norm") or ours == "final_norm":
             dense = dense - names.norm_offset

@@ -121,7 +121,7 @@ def check_output(target: Path, overwrite: bool) -> None:
 
 
 def _float_dtype(header: Any) -> Any:
-    """The dtype that represents all floats of a file: matrices that stay floats keep their bits."""
+    """The dtype that represents all floats of a file, so that float matrices do not change."""
     kinds = {source.kind.lower() for source in header.sources.values() if source.format is None}
     names = {"f16": "float16", "float16": "float16", "bf16": "bfloat16", "bfloat16": "bfloat16"}
     matrices = {names[kind] for kind in kinds if kind in names}
@@ -228,9 +228,10 @@ _CHANNELS = 4  # atoms of output channels in a self-test
 
 
 def _error(name: str, array: QuantizedArray, path: Path) -> float:
-    """The error of a product by the first channels of a matrix, of the sum of magnitudes.
+    """The error of a product with the first channels of a matrix, relative to the sum of
+    magnitudes.
 
-    **Raises:** `ValueError` for scales that are not finite, and for a larger error.
+    **Raises:** `ValueError` for nonfinite scales, and for a larger error.
     """
     one: Any = jax.tree.map(lambda leaf: leaf[(0,) * (array.ndim - 2)], array)
     if one.shards == (1, 1):

@@ -8,7 +8,7 @@ from ..checkpoint._files import read_json
 def check_folder(folder: Path) -> None:
     """Checks by the names of its files that a folder is a model in safetensors.
 
-    **Raises:** `ValueError` with the kind of another folder, and the way from it to a model.
+    **Raises:** `ValueError` with the kind of the folder, and how to get a model from it.
     """
 
     def there(pattern: str) -> list[str]:
@@ -23,7 +23,7 @@ def check_folder(folder: Path) -> None:
     if not there("config.json"):
         if files := there("*.gguf"):
             raise ValueError(
-                f"{folder} holds GGUF files and no config.json; name a file, such as "
+                f"{folder} contains GGUF files and no config.json; name a file, such as "
                 f"{folder / files[0]}."
             )
         if found := there("params.json"):
@@ -33,7 +33,7 @@ def check_folder(folder: Path) -> None:
             )
         if found := sorted(folder.glob("snapshots/*/config.json")):
             raise ValueError(
-                f"{folder} is an entry of the cache of huggingface_hub, which holds the model's "
+                f"{folder} is an entry of the cache of huggingface_hub, which contains the model's "
                 f"folder further down; name {found[0].parent}."
             )
     if not there("*.safetensors") and not there("model.safetensors.index.json"):

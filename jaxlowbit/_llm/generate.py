@@ -16,11 +16,11 @@ from .text import Text
 
 
 class Logprobs(NamedTuple):
-    """Natural logarithms of probabilities, from the logits of the model itself: penalties,
-    temperature and `top_k`, `top_p` and `min_p` do not change them.
+    """Natural logarithms of probabilities, from the logits of the model before penalties,
+    temperature, `top_k`, `top_p` and `min_p`.
 
-    - `chosen`: of each token of the generation.
-    - `top`: for each of these, the most likely tokens and theirs, the most likely first.
+    - `chosen`: for each token of the generation.
+    - `top`: for each of these, the tokens with the highest log-probabilities, in descending order.
     """
 
     chosen: list[float]
@@ -30,13 +30,13 @@ class Logprobs(NamedTuple):
 class Generation(NamedTuple):
     """The tokens and the text that follow one prompt.
 
-    - `text`: None without a tokenizer; cut before a stop string.
-    - `tokens`: without the one that ends a turn.
+    - `text`: None without a tokenizer; truncated before a stop string.
+    - `tokens`: without the token that ends a turn.
     - `prompt_tokens`: the number of tokens of the prompt.
-    - `finish`: `"eos"`; `"stop"`; `"length"` if `max_new_tokens` or the context ended it; `"nan"`
-      if the logits of the next token contain NaN.
-    - `tokens_per_second`: of the whole batch, after its prompts were read.
-    - `logprobs`: `Logprobs`, or None if they were not asked for.
+    - `finish`: `"eos"`; `"stop"`; `"length"` if it reached `max_new_tokens` or the end of the
+      context; `"nan"` if the logits of the next token contain NaN.
+    - `tokens_per_second`: for the whole batch, after the prompts were read.
+    - `logprobs`: a `Logprobs`, or None unless requested.
     """
 
     text: str | None
@@ -68,45 +68,45 @@ def generate(
 ) -> Any:
     """Generates text after a prompt, or after each prompt of a batch.
 
-    The logits of a token go through these steps, in this order: `repetition_penalty`,
-    `frequency_penalty`, `presence_penalty`, `temperature`, `top_k`, `top_p`, `min_p`, draw. With
-    `temperature=0` the penalties apply and the rest does not.
+    The logits of a token are processed in this order: `repetition_penalty`, `frequency_penalty`,
+    `presence_penalty`, `temperature`, `top_k`, `top_p`, `min_p`, sampling. With `temperature=0`,
+    only the penalties apply.
 
     **Arguments:**
 
     - `model`: from `load` or `init`.
-    - `prompt`: a text, which is taken as it is; a chat, a list of messages
-      `{"role": "user", "content": text}`, which goes through the template of the model; or tokens.
-      A list of these is a batch, whose prompts may differ in length.
-    - `max_new_tokens`: how many tokens to generate at most; the context also ends it.
-    - `temperature`: 0 takes the most likely token, always the same; above, tokens are drawn from
-      the softmax of logits that are divided by it.
-    - `top_k`, `top_p`: draw from the k most likely tokens, and from the smallest set of these with
-      probabilities that sum up to p; None for all.
-    - `min_p`: draw from tokens with at least this fraction of the largest probability; None or 0
+    - `prompt`: a string, which is encoded unchanged; a chat, a list of messages `{"role": "user",
+      "content": text}`, which is rendered with the template of the model; or tokens. A list of
+      these is a batch; prompts may differ in length.
+    - `max_new_tokens`: maximum number of generated tokens; the end of the context also ends it.
+    - `temperature`: 0 selects the token with the largest logit (greedy); above 0, tokens are
+      sampled from the softmax of the logits divided by it.
+    - `top_k`, `top_p`: sample from the k tokens with the largest logits, and from the smallest set
+      of top tokens whose probabilities reach p; None for all.
+    - `min_p`: sample from tokens with at least this fraction of the largest probability; None or 0
       for all.
     - `repetition_penalty`: divides the positive logits of tokens in the prompt or the generated
       text, and multiplies the negative ones; None or 1 for none.
     - `frequency_penalty`, `presence_penalty`: subtracted from the logit of a generated token, once
       for each occurrence, and once; None or 0 for none. Tokens of the prompt do not count.
-    - `seed`: an integer of 64 bits. Draws are the same for one seed, sequence of the batch and
+    - `seed`: a 64-bit integer. Equal seeds give equal samples for a sequence of the batch and a
       position.
-    - `stop`: texts that end a generation; they are not part of it.
-    - `n`: how many texts to generate for each prompt, which is read once. Above 1, the result has a
-      list of `n` instead of each `Generation`. It needs a temperature above 0.
-    - `logprobs`: for `Generation.logprobs`, how many of the most likely tokens to report for each
-      token; 0 reports the log-probability of the chosen token only, None nothing.
+    - `stop`: texts that end a generation, and are not part of it.
+    - `n`: the number of texts for each prompt, which is read once. Above 1, the result has a list
+      of `n` instead of each `Generation`, and `temperature` must be above 0.
+    - `logprobs`: for `Generation.logprobs`: the number of top tokens to report for each token; 0
+      reports only the chosen token's log-probability, None nothing.
     - `schema`: None, or a JSON schema as a mapping: the text is JSON of this form, if it ends
-      before `max_new_tokens`. Tokens come one by one. It needs the extra `llm-json`, and the
-      tokenizer of a loaded model. `logprobs` are then of the tokens that the schema allows.
+      before `max_new_tokens`. Tokens are sampled one by one, and `logprobs` refer to the
+      allowed tokens. Needs the extra `llm-json`, and the tokenizer of a loaded model.
     - `template_options`: variables for the template of a chat, such as
       `{"enable_thinking": False}`.
 
-    **Returns:** a `Generation`, for a batch a list of them.
+    **Returns:** a `Generation`; for a batch, a list of them.
 
-    **Raises:** `TypeError` for arguments of other types; `ValueError` for an empty prompt, one that
-    leaves no room in the context, tokens that the vocabulary has not, options out of range, and for
-    a batch whose cache does not fit in memory, with the bytes that it needs.
+    **Raises:** `TypeError` for arguments of other types; `ValueError` for an empty prompt, a prompt
+    that fills the context, tokens outside the vocabulary, options out of range, and a batch whose
+    cache exceeds the memory, with the bytes that it needs.
 
     ```python
     model = init(Config("llama", 1, 64, 2, 1, 32, 128, 256, 128), INT8)
@@ -157,16 +157,15 @@ def stream(
     schema: Mapping[str, Any] | None = None,
     template_options: Mapping[str, Any] | None = None,
 ) -> Generator[Any, None, Generation]:
-    """Generates as `generate` does after one prompt, and yields the text as it comes.
+    """Generates like `generate` after one prompt, and yields the text as it is generated.
 
-    Tokens come in groups that grow to 32, from 1, or on a GPU from 8. Text that may yet become a
-    stop string, or half of a character, is held back until that is clear. Closing the iterator ends
-    the generation.
+    Tokens come in groups that grow from 1, on a GPU from 8, to 32. Text that may become a stop
+    string, and incomplete characters, are delayed. Closing the iterator ends the generation.
 
-    **Returns:** a generator of strings, without a tokenizer of lists of tokens. It returns the
+    **Returns:** a generator of strings, or of lists of tokens without a tokenizer. It returns the
     `Generation` (`result = yield from stream(...)`).
 
-    **Raises:** what `generate` raises, and `ValueError` for a batch.
+    **Raises:** the errors of `generate`, and `ValueError` for a batch.
 
     ```python
     model = init(Config("llama", 1, 64, 2, 1, 32, 128, 256, 128), INT8)
@@ -228,7 +227,7 @@ class Request(NamedTuple):
     ) -> "Request":
         """`model` may be the header of a file, to check options before weights are read.
 
-        **Raises:** `TypeError` and `ValueError` for options that are none.
+        **Raises:** `TypeError` and `ValueError` for invalid options.
         """
         rule = "the number of tokens to generate at most, an integer from 1 on"
         max_new_tokens = checks.integer(caller, "max_new_tokens", max_new_tokens, rule)
@@ -246,7 +245,7 @@ class Request(NamedTuple):
             logprobs = checks.integer(caller, "logprobs", logprobs, rule, least=0, most=most)
         if template_options is not None and not isinstance(template_options, Mapping):
             raise TypeError(
-                f"{caller}: template_options is {checks.brief(template_options)}, but it is a "
+                f"{caller}: template_options is {checks.brief(template_options)}, but it must be a "
                 'mapping from names of variables to values, such as {"enable_thinking": False}.'
             )
         stops = _stops(caller, model, stop)
@@ -262,8 +261,8 @@ def _stops(caller: str, model: LanguageModel, stop: Any) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else stop
     if not isinstance(stops, list | tuple) or not all(isinstance(x, str) for x in stops):
         raise TypeError(
-            f"{caller}: stop is {checks.brief(stop)}, but it is a text, or a list of texts, that "
-            "end a generation."
+            f"{caller}: stop is {checks.brief(stop)}, but it must be a text, or a list of texts, "
+            "that end a generation."
         )
     if stops and model.tokenizer is None:
         raise ValueError(
@@ -276,7 +275,7 @@ def _stops(caller: str, model: LanguageModel, stop: Any) -> tuple[str, ...]:
 
 
 def generated(request: Request, prompt: Any, kept: Kept | None = None) -> Any:
-    """The result of `generate`; `kept` may hold the beginning of a single prompt."""
+    """The result of `generate`; `kept` may contain the beginning of a single prompt."""
     single = is_single(request.caller, prompt)
     prompts = request.encoded([prompt] if single else prompt)
     generation, rows, n = _generation(request, prompts, kept), [], request.n
@@ -364,7 +363,7 @@ class _Row(NamedTuple):
     top: list[dict[int, float]]
 
     def add(self, drawn: Drawn, i: int) -> None:
-        """Adds the tokens of sequence i up to its end."""
+        """Appends the tokens of sequence i up to its end."""
         tokens = drawn.tokens[i].tolist()
         count = next((at for at, token in enumerate(tokens) if token < 0), len(tokens))
         self.text.add(tokens[:count])

@@ -1,4 +1,4 @@
-"""Packed matrices as blocks of GGUF's types, for formats that a type represents without rounding.
+"""Packs matrices as blocks of GGUF's types, for formats that a type represents exactly.
 
 `ggml_types.py` reads the same blocks.
 """
@@ -22,7 +22,7 @@ SUPPORTED = (
 
 
 class Blocks(NamedTuple):
-    """A matrix as a type of ggml stores it: uint8 (rows, bytes of a row), and its tensor scale."""
+    """A matrix in a ggml type: uint8 (rows, bytes of a row), and its tensor scale."""
 
     kind: str
     data: np.ndarray
@@ -32,16 +32,16 @@ class Blocks(NamedTuple):
 def blocks_of(array: QuantizedArray) -> Blocks:
     """The blocks of a matrix (k, n).
 
-    **Raises:** `ValueError` for a format that no type represents, groups that blocks of 32 cut, and
-    scales that float16 rounds, with the way out.
+    **Raises:** `ValueError` with the way out, for a format that no type represents, groups that are
+    not multiples of 32, and scales that float16 would round.
     """
     kind = kind_of(array.format)
     size = ggml_types.TYPES[kind].size
     group = array.format.group_size
     if array.k % size or (group > 0 and group % (16 if kind == "NVFP4" else _BLOCK)):
         raise ValueError(
-            f"{kind} has blocks of {size} inputs, but it has {array.k} in groups of {group}; use "
-            "groups of a multiple of 32"
+            f"{kind} has blocks of {size} inputs, but the matrix has {array.k} inputs in groups "
+            f"of {group}; use groups of a multiple of 32"
         )
     rows = rows_of(array)
     if kind == "NVFP4":
@@ -76,7 +76,7 @@ def kind_of(format: Format) -> str:
                 if least <= needed[0] and needed[1] <= largest:
                     return kind
     raise ValueError(
-        f"no type of GGUF represents the format {format_name(format)}; these are: {SUPPORTED}"
+        f"no type of GGUF represents the format {format_name(format)}, only: {SUPPORTED}"
     )
 
 
@@ -101,7 +101,7 @@ def _blocks(kind: str, array: QuantizedArray, rows: Rows) -> np.ndarray:
 
 
 def _nibbles(values: np.ndarray, run: int) -> np.ndarray:
-    """Bytes of the low nibbles of two values each, which are `run` apart."""
+    """Bytes of two low nibbles each, from values that are `run` apart."""
     pairs = values.reshape(*values.shape[:-1], -1, 2, run) & 15
     return (pairs[..., 0, :] | pairs[..., 1, :] << 4).reshape(*values.shape[:-1], -1)
 
@@ -120,7 +120,7 @@ def _bytes_of_scales(kind: str, scale: np.ndarray, array: QuantizedArray) -> np.
         return scale.view(np.uint8)[..., None]
     mantissa, exponent = np.frexp(scale.astype(np.float32))
     if not ((mantissa == 0.5) & (exponent > -127)).all():
-        raise ValueError("MXFP4 has powers of two as scales, but its scales are others; use mxfp4")
+        raise ValueError("scales of MXFP4 must be powers of two; use the format mxfp4")
     return (exponent + 126).astype(np.uint8)[..., None]
 
 

@@ -1,8 +1,9 @@
-"""ggml's types of 1 to 3 bits whose values come from grids: IQ1, IQ2 and IQ3.
+"""ggml's 1- to 3-bit types with values from grids: IQ1, IQ2 and IQ3.
 
 A block of 256 has a half-precision number d, an integer per group of 16 or 32, and indices into a
-table of rows of 4 or 8 numbers, with signs. The rows have 6 or 16 different signed numbers in all,
-so a codebook represents them exactly. The `gguf` package has the tables and decodes the indices.
+table of rows of 4 or 8 numbers, with signs. All rows together contain 6 or 16 different signed
+numbers, so a codebook represents them exactly. The `gguf` package has the tables and decodes the
+indices.
 """
 
 from typing import NamedTuple
@@ -20,11 +21,11 @@ _IQ3_S = tuple(float(x) for x in range(-15, 16, 2))
 
 
 class Grid(NamedTuple):
-    """A type: bytes of a block, group size, numbers, and where d and the integers are stored.
+    """A type: bytes of a block, group size, numbers, and the location of d and of the integers.
 
-    `nibbles` is the first of the bytes with two integers each; None for the types that store an
-    integer in the four highest bits of 32-bit words (IQ2_XXS, IQ3_XXS), three in 16-bit words
-    (IQ1_S), and four of three bits in each of the last four 16-bit words (IQ1_M).
+    `nibbles`: the first byte with two integers each. None for types that store an integer in the
+    four highest bits of 32-bit words (IQ2_XXS, IQ3_XXS), three in 16-bit words (IQ1_S), or four
+    3-bit integers in each of the last four 16-bit words (IQ1_M).
     """
 
     nbytes: int
@@ -56,7 +57,7 @@ def read(name: str, blocks: np.ndarray) -> Unpacked:
     blocks = np.ascontiguousarray(blocks)
     d, unit = _float(name, blocks)
     scale = _integers(name, blocks)
-    # With d = 1 all numbers are exact, and the numbers of the codebook lie at least 0.25 apart.
+    # With d = 1 all numbers are exact, and codebook entries are at least 0.25 apart.
     values = quants.dequantize(unit, GGMLQuantizationType[name])
     ratio = values.reshape(len(blocks), -1, grid.group_size) / scale[..., None]
     numbers = np.array(grid.codebook, np.float32)
@@ -67,7 +68,7 @@ def read(name: str, blocks: np.ndarray) -> Unpacked:
 
 
 def _float(name: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The numbers d, float16 (blocks, 1), and the blocks with 1 in their place."""
+    """The numbers d, float16 (blocks, 1), and the blocks with d = 1."""
     unit = blocks.copy()
     if name != "IQ1_M":
         unit[:, :2] = _ONE
@@ -90,7 +91,7 @@ def _integers(name: str, blocks: np.ndarray) -> np.ndarray:
     elif name == "IQ1_M":
         words = np.ascontiguousarray(blocks[:, 48:]).view("<u2")
         stored = words[..., None] >> np.array([0, 3, 6, 9], np.uint16) & 7
-    else:  # IQ2_XXS has the word in each second place
+    else:  # IQ2_XXS has the word at every second position
         words = np.ascontiguousarray(blocks[:, 2 if name == "IQ2_XXS" else 66 :]).view("<u4")
         stored = (words[:, 1::2] if name == "IQ2_XXS" else words) >> 28
     return (2 * stored.reshape(len(blocks), -1) + 1).astype(np.int8)

@@ -1,9 +1,9 @@
-"""GGUF's block types: the same integers, scales and zeros in our formats, without rounding.
+"""GGUF's block types: unpacks integers, scales and zeros to our formats without rounding.
 
 The layouts of blocks follow ggml (`ggml-common.h`, `ggml-quants.c` of llama.cpp). The K types,
-IQ4_XS and the types of grids have scales of two levels: integers times the half-precision number of
-their block of 256. Products are exact, because that number has 11 significant bits, the integers at
-most 8, and float32 24. Scales of MXFP4 are powers of two, scales of NVFP4 8-bit floats.
+IQ4_XS and the grid types have two-level scales: integers times the half-precision number of their
+block of 256. These products are exact, because that number has 11 significant bits, the integers
+have at most 8, and float32 has 24. Scales of MXFP4 are powers of two, scales of NVFP4 8-bit floats.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,8 @@ from . import ggml_grids
 
 
 class BlockType(NamedTuple):
-    """A type of blocks: `size` elements in `nbytes` bytes; and the format that holds it exactly."""
+    """A block type: `size` elements in `nbytes` bytes, and the format that represents it
+    exactly."""
 
     size: int
     nbytes: int
@@ -57,10 +58,10 @@ def unpack(name: str, rows: np.ndarray) -> Unpacked:
 
 
 def floats(name: str, rows: np.ndarray, tensor_scale: float = 1.0) -> np.ndarray:
-    """The float32 weights (rows, k) of rows of blocks: what ggml dequantizes them to, times the
-    tensor scale.
+    """The float32 weights (rows, k) of rows of blocks, as ggml dequantizes them, times the tensor
+    scale.
 
-    **Raises:** what `unpack` raises.
+    **Raises:** the errors of `unpack`.
     """
     weights = dequantized(unpack(name, rows), TYPES[name].format)
     return weights if tensor_scale == 1 else weights * np.float32(tensor_scale)
@@ -69,17 +70,17 @@ def floats(name: str, rows: np.ndarray, tensor_scale: float = 1.0) -> np.ndarray
 def pack(
     name: str, rows: np.ndarray, scale_dtype: Any = None, tensor_scale: float = 1.0
 ) -> QuantizedArray:
-    """The packed matrix (k, rows) of rows of blocks, unpacked strip by strip.
+    """Packs rows of blocks as a matrix (k, rows), strip by strip.
 
     **Arguments:**
 
     - `name`, `rows`: as for `unpack`; `rows` may be memory-mapped, and is read once.
-    - `scale_dtype`: None for the type's own, which rounds nothing: float16; two levels for the K
-      types and IQ4_XS; bfloat16 for MXFP4, and 8-bit floats for NVFP4. With a dtype, each group has
-      a scale of it, and perhaps a float zero, rounded but for float32.
+    - `scale_dtype`: None for the exact one: float16; two-level for the K types and IQ4_XS; bfloat16
+      for MXFP4, and 8-bit floats for NVFP4. With a dtype, each group has a scale, and if present a
+      float zero, in that dtype, exact in float32 and rounded in others.
     - `tensor_scale`: the factor of all weights, only for NVFP4.
 
-    **Raises:** what `unpack` raises; `ValueError` for scales beyond the range of `scale_dtype`.
+    **Raises:** the errors of `unpack`; `ValueError` for scales beyond the range of `scale_dtype`.
 
     ```python
     pack("Q4_0", np.zeros((64, 18), np.uint8)).shape  # (32, 64)
@@ -115,7 +116,7 @@ def _half(blocks: np.ndarray, start: int) -> np.ndarray:
 
 
 def _digits(data: np.ndarray, bits: int, run: int) -> np.ndarray:
-    """Bit fields of bytes (blocks, bytes), as ggml orders them, (blocks, 8 / bits * bytes).
+    """Bit fields of bytes (blocks, bytes) in ggml's order, (blocks, 8 / bits * bytes).
 
     In each run of bytes, the lowest fields of all bytes come first, then the second fields, and so
     on.
@@ -154,7 +155,7 @@ def _two_levels(
     mins: np.ndarray | None = None,
     least: np.ndarray | None = None,
 ) -> Unpacked:
-    """Integers times d, and minus others times a second number."""
+    """Integers times d, minus other integers times a second number."""
     zero, zero_floats = (None, None) if least is None else (np.asarray(mins, np.int8), -least)
     return Unpacked(qvalue, scale.astype(np.int8), zero, d, zero_floats)
 
@@ -204,7 +205,7 @@ def _ternary(qvalue: np.ndarray, scale: np.ndarray) -> Unpacked:
 
 
 def _tq1_0(blocks: np.ndarray) -> Unpacked:
-    """Five digits to the base 3 in a byte, as the fraction that they are of 3^5."""
+    """Five base-3 digits per byte, stored as a fraction of 3^5."""
     powers = np.array([1, 3, 9, 27, 81], np.uint8)[:, None]
 
     def trits(start: int, stop: int, count: int) -> np.ndarray:
@@ -228,7 +229,7 @@ def _q2_0(blocks: np.ndarray) -> Unpacked:
 
 
 def _iq4_xs(blocks: np.ndarray) -> Unpacked:
-    """Scales of 6 bits: two high ones of all groups in two bytes, then four low ones."""
+    """6-bit scales: the two high bits of all groups in two bytes, then the four low ones."""
     scales = _digits(blocks[:, 4:8], 4, 1) | _digits(blocks[:, 2:4], 2, 1) << 4
     qvalue = _digits(blocks[:, 8:], 4, 16)
     return _two_levels(qvalue, scales.astype(np.int8) - 32, _half(blocks, 0))
@@ -280,4 +281,4 @@ TYPES = {
         for name, grid in ggml_grids.GRIDS.items()
     },
 }
-"""The types whose blocks a format holds exactly, by the names that ggml gives them."""
+"""The types that a format represents exactly, by their names in ggml."""

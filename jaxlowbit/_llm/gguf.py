@@ -1,4 +1,4 @@
-"""The configuration of a decoder in a GGUF file, and the tensor of each weight."""
+"""Reads the configuration of a decoder from a GGUF file, and finds the tensor of each weight."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -17,13 +17,13 @@ from .gguf_file import open_gguf as open_gguf
 
 # --- the configuration ----------------------------------------------------------------------------
 
-# Keys behind the architecture's name (llama.cpp's `llama-arch.cpp`) that `config_of` does not read.
-# These change no logits: the embedding has the vocabulary's size, and the others are descriptions
-# or a choice between outputs.
+# Keys after the architecture's name (llama.cpp's `llama-arch.cpp`) that `config_of` does not read.
+# They do not affect logits: the embedding determines the vocabulary's size, and the others are
+# descriptions or a choice between outputs.
 _HARMLESS = frozenset(
     {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "pooling_type"}
 )
-# And these do, by regular expressions, unless the value is empty, 0 or false.
+# Keys that affect logits, as regular expressions, unless the value is empty, 0 or false.
 _FEATURES = (
     (
         r"experts?_.*|moe_.*|interleave_moe_layer_step|leading_dense_block_count|hash_layer_count"
@@ -69,7 +69,7 @@ _FEATURES = (
 
 
 def config_of(file: File) -> Config:
-    """The configuration of the decoder in a file, from its metadata and its embedding's shape.
+    """Returns the configuration of a file's decoder, from its metadata and its embedding's shape.
 
     Warns of keys of the architecture that are in no table.
 
@@ -149,7 +149,7 @@ def _sizes(known: Metadata) -> dict[str, Any]:
         expected = rotated if size == "rotated" else head_size
         if (found := known.get(key, "an integer", expected)) != expected:
             raise ValueError(
-                f"{known.path}: '{known.prefix}{key}' is {found}, but it is {expected} for "
+                f"{known.path}: '{known.prefix}{key}' is {found}, but it must be {expected} for "
                 "attention to queries, keys and values of one size, which rotate alike in all "
                 "layers; use another model."
             )
@@ -169,8 +169,8 @@ def _sizes(known: Metadata) -> dict[str, Any]:
 def _experts(known: Metadata, names: Gguf, hidden: int) -> dict[str, Any]:
     """Fields of a `Config` for experts; none for a model without.
 
-    Files name the gating functions of llama.cpp: softmax over all experts (1) or over those of a
-    token (3), whose weights then are the same, because their sum is 1.
+    Files name the gating functions of llama.cpp: softmax over all experts (1) or over the selected
+    experts of a token (3). Weights that are normalized to a sum of 1 are the same in both.
     """
     keys = {key for key in names.reads if key.startswith("expert_")}
     found = {key: known.get(key, "an integer") or 0 for key in sorted(keys & _COUNTS)}
@@ -204,7 +204,7 @@ _HEAD_SIZES = {
     "rope.dimension_count_swa": "rotated",
 }
 
-# Keys that some architectures read (`Gguf.reads`), and fields of `Config`.
+# Keys that only some architectures read (`Gguf.reads`), and the fields of `Config` that they set.
 _OPTIONS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "attn_logit_softcapping": lambda x: {"attention_softcap": x},
     "embedding_scale": lambda x: {"embedding_scale": x},
@@ -214,7 +214,7 @@ _OPTIONS: dict[str, Callable[[Any], dict[str, Any]]] = {
 
 
 def _options(known: Metadata, names: Gguf, sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a `Config` by keys that only some architectures read; 0 turns them off."""
+    """The fields of a `Config` set by keys that only some architectures read; 0 disables them."""
     found: dict[str, Any] = {}
     for key in sorted(names.reads & _OPTIONS.keys()):
         if value := known.get(key, "a number"):
@@ -223,7 +223,7 @@ def _options(known: Metadata, names: Gguf, sizes: Mapping[str, Any]) -> dict[str
         original = known.get(_ORIGINAL, "an integer", sizes["context"])
         if factor := known.get("attention.temperature_scale", "a number"):
             found["attention_temperature"] = (factor, original)
-    key = "rope.scaling.finetuned"  # Granite's switch of the rotation
+    key = "rope.scaling.finetuned"  # Granite's switch for the rotation
     if key in names.reads and not known.get(key, "true or false", True):
         found["rope_layers"] = (False,) * min(max(sizes["layers"], 0), MOST["layers"])
     return found
@@ -239,7 +239,7 @@ def _check_features(known: Metadata, reads: frozenset[str]) -> None:
         if name == key or name in reads or _is_off(value):
             continue
         for pattern, reason in _FEATURES:
-            one = value == 1 and name.endswith("_scale")  # a factor that changes nothing
+            one = value == 1 and name.endswith("_scale")  # a neutral factor
             if not one and re.fullmatch(pattern, name):
                 raise ValueError(
                     f"{known.path}: {key!r} is {short(value)}, but {reason}; use another model."
@@ -274,7 +274,7 @@ def _warn_of_others(known: Metadata) -> None:
 
 def _layers(known: Metadata, entry: Architecture, layers: int, context: int) -> dict[str, Any]:
     """The window, the layers with a window and the layers with a rotation, as `Config` fields."""
-    layers = min(max(layers, 0), MOST["layers"])  # more raise an error in `Config`
+    layers = min(max(layers, 0), MOST["layers"])  # larger numbers raise an error in `Config`
     window = known.get("attention.sliding_window", "an integer") or None
     if entry.window_layers in ("upper", "unrotated") and window is not None:
         if window < context:
@@ -283,7 +283,7 @@ def _layers(known: Metadata, entry: Architecture, layers: int, context: int) -> 
                 "files do not say which layers have the window; use the model's Hugging Face "
                 "folder."
             )
-        window = None  # which changes nothing
+        window = None  # without effect
     key, kind = "attention.sliding_window_pattern", "an integer"
     if isinstance(known.values.get(known.prefix + key), list):
         local = [bool(value) for value in known.get(key, "a list")]
@@ -318,9 +318,8 @@ def _scaling(
 ) -> RopeScaling | None:
     """The scaling of the rotation, by llama.cpp's defaults.
 
-    A factor without a type is linear, `rope.scale_linear` is its older key, and the model was
-    trained on the whole context unless the file says otherwise. Two tensors of factors mean
-    longrope.
+    A factor without a type is linear; `rope.scale_linear` is its older key. The model was trained
+    on the whole context unless the file gives another one. Two tensors of factors mean longrope.
     """
     kind = known.get("rope.scaling.type", "a string", "linear")
     older = known.get("rope.scale_linear", "a number", 0)
@@ -369,8 +368,8 @@ def _scaling(
 def _yarn(known: Metadata) -> dict[str, Any]:
     """Fields of a scaling by yarn.
 
-    llama.cpp takes `yarn_log_multiplier` for transformers' mscale_all_dim, mscale being 1. It
-    replaces `yarn_attn_factor`, so a file with one asks for another factor.
+    llama.cpp uses `yarn_log_multiplier` as transformers' mscale_all_dim, with mscale = 1. It
+    replaces `yarn_attn_factor`, so a file with that key requires another factor.
     """
     prefix = "rope.scaling.yarn_"
     for name in ("ext_factor", "attn_factor"):
@@ -389,7 +388,7 @@ def _yarn(known: Metadata) -> dict[str, Any]:
 
 
 def _factors(file: File, name: str) -> tuple[float, ...]:
-    """The numbers of a tensor of factors, in any float type; none without it."""
+    """The numbers of a tensor of factors, in any float type; empty without the tensor."""
     tensor = file.tensors.get(f"{name}.weight")
     if tensor is None:
         return ()
@@ -411,7 +410,7 @@ def weights_of(file: File, config: Config) -> dict[str, Any]:
     """The tensor of each weight that a configuration needs, checked; of experts a list of them.
 
     **Raises:** `ValueError` for tensors that are missing, unknown, of another shape, or of a type
-    that no format holds, with the name of the first of them.
+    that no format represents, with the name of the first one.
     """
     _, names = _architecture(Metadata(file.path, file.metadata))
     found: dict[str, Tensor] = {}
@@ -476,10 +475,10 @@ def _single(file: File, tensor: Tensor, shape: tuple[int, ...]) -> list[Tensor]:
 def _parts(
     file: File, tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Tensor]:
-    """Tensors by our names, with the parts of a fused tensor in its place.
+    """Replaces fused tensors by their parts, by our names.
 
-    **Raises:** `ValueError` for a fused tensor of another shape, and if the file has a tensor of a
-    part, too.
+    **Raises:** `ValueError` for a fused tensor of another shape, and if the file also has the
+    tensor of a part.
     """
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -503,7 +502,7 @@ def _parts(
 
 
 def tensor_scale(file: File, tensor: Tensor) -> float:
-    """The factor of all weights of a matrix, from a tensor with its name and `.scale`; else 1.
+    """The tensor scale of a matrix, from the tensor with its name and `.scale`; else 1.
 
     **Raises:** `ValueError` unless that tensor is one finite float.
     """
@@ -520,7 +519,8 @@ def tensor_scale(file: File, tensor: Tensor) -> float:
 
 
 def _is_factor(file: File, name: str) -> bool:
-    """Whether a tensor is a factor of an NVFP4 matrix, or of its inputs, which stay floats here."""
+    """Whether a tensor is the scale of an NVFP4 matrix, or of its inputs, which stay floats
+    here."""
     stem, _, last = name.rpartition(".")
     matrix = file.tensors.get(f"{stem}.weight")
     return last in ("scale", "input_scale") and matrix is not None and matrix.kind == "NVFP4"
@@ -541,7 +541,7 @@ def _check(file: File, tensor: Tensor, shape: tuple[int, ...], matrix: bool) -> 
             f"{', '.join(FLOATS)}; convert the model again."
         )
     raise ValueError(
-        f"{file.where(tensor)} is {tensor.kind}, whose values no format here holds. "
+        f"{file.where(tensor)} is {tensor.kind}, which no format here represents. "
         "Quantize the model to one of "
         f"{', '.join([*ggml_types.TYPES, *FLOATS])}, such as by llama.cpp's llama-quantize."
     )

@@ -1,8 +1,8 @@
-"""GGUF files: header, metadata and where tensors lie, every size checked against the file's length.
+"""Reads GGUF files: header, metadata and the location of tensors, with every size checked.
 
-ggml's `docs/gguf.md` defines the format; versions 2 and 3 are read, little-endian. The `gguf`
-package supplies only the table of types: its reader trusts counts and lengths, and takes seconds
-for a vocabulary.
+ggml's `docs/gguf.md` defines the format; versions 2 and 3, little-endian, are supported. The `gguf`
+package supplies only the table of types: its reader does not check counts and lengths, and needs
+seconds for a vocabulary.
 """
 
 import mmap
@@ -27,7 +27,7 @@ _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 10: "
 _SCALARS |= {12: "<d", 7: "<?"}
 _STRING, _ARRAY = 8, 9
 _TYPES = {kind.value: (kind.name, *GGML_QUANT_SIZES[kind]) for kind in GGMLQuantizationType}
-# A type of llama.cpp (`ggml-common.h`) that the package does not have yet.
+# A type of llama.cpp (`ggml-common.h`) that the package lacks.
 _TYPES.setdefault(42, ("Q2_0", 64, 18))
 _MOST_DIMENSIONS = 4
 
@@ -48,8 +48,7 @@ class File:
     **Arguments:** `path`: the file.
 
     **Raises:** `ValueError` with the place, the value and the rule for anything in the header that
-    is not as the format says, or that points beyond the end of the file; `OSError` if it cannot be
-    read.
+    violates the format or points beyond the end of the file; `OSError` if it cannot be read.
 
     ```python
     file = File("model.gguf")
@@ -74,7 +73,7 @@ class File:
             if self.size < 24:
                 raise ValueError(
                     f"{self.path}: the file has {self.size} bytes, but the header of a GGUF file "
-                    f"alone has 24; {AGAIN}."
+                    f"has 24; {AGAIN}."
                 )
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         header = _Header(self.path, self._map)
@@ -94,16 +93,16 @@ class File:
         return flat.reshape(tensor.shape[0] if len(tensor.shape) > 1 else 1, -1)
 
     def header(self) -> bytes:
-        """A file with this metadata and without tensors."""
+        """A GGUF file with this metadata and without tensors."""
         counts = struct.pack("<Q", 0) + self._map[16:24]
         return self._map[:8] + counts + self._map[24 : self._metadata_end]
 
     def where(self, tensor: Tensor) -> str:
-        """The file and the name of a tensor, for the beginning of errors."""
+        """The file and the name of a tensor, as the beginning of errors."""
         return f"{self.path}: tensor {tensor.name!r}"
 
     def forget(self, tensor: Tensor) -> None:
-        """Gives back the memory of a tensor's pages, which the system reads again if need be."""
+        """Releases the memory of a tensor's pages; the system reads them again on access."""
         page = mmap.PAGESIZE
         start = -(-tensor.start // page) * page
         length = (tensor.start + tensor.nbytes) // page * page - start
@@ -114,12 +113,12 @@ class File:
 class SplitFile(File):
     """The files `NAME-00001-of-0000N.gguf` of one model, from llama.cpp's llama-gguf-split.
 
-    The first has the metadata, and each some of the tensors.
+    The first has the metadata, and each has some of the tensors.
 
     **Arguments:** `path`: any of the files.
 
-    **Raises:** as `File`, and `ValueError` for a file that is missing or of another model, and for
-    a tensor that is there twice.
+    **Raises:** as `File`, and `ValueError` for a missing file, a file of another model, and a
+    tensor that occurs twice.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -173,7 +172,7 @@ _SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 
 def split_paths(path: Path) -> list[Path]:
-    """The files of the model that a file is a part of by its name; the file itself if of none."""
+    """The files of the split model that a file's name belongs to, or the file itself."""
     found = _SPLIT.search(path.name)
     if found is None:
         return [path]
@@ -184,7 +183,7 @@ def split_paths(path: Path) -> list[Path]:
 def open_gguf(path: Path) -> File:
     """Opens the file or the files of a model.
 
-    **Raises:** as `File` and `SplitFile`, and `ValueError` for a part of a model with another name.
+    **Raises:** as `File` and `SplitFile`, and `ValueError` for a renamed part of a split model.
     """
     if len(split_paths(path)) > 1:
         return SplitFile(path)
@@ -200,7 +199,7 @@ def open_gguf(path: Path) -> File:
 
 
 class _Header:
-    """Reads values after the magic number in sequence, none beyond the end of the file."""
+    """Reads values after the magic number in sequence; raises at the end of the file."""
 
     def __init__(self, path: Path, data: mmap.mmap):
         self.path, self.data, self.at = path, data, 4
@@ -227,7 +226,7 @@ class _Header:
     def tensors(self, alignment: Any) -> dict[str, Tensor]:
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
             raise ValueError(
-                f"{self.path}: general.alignment is {alignment!r}, but it is a power of two; "
+                f"{self.path}: general.alignment is {alignment!r}, but it must be a power of two; "
                 f"{AGAIN}."
             )
         found: dict[str, Tensor] = {}
@@ -242,7 +241,7 @@ class _Header:
         return placed
 
     def _tensor(self, name: str, alignment: int) -> Tensor:
-        """The next tensor of the list; its offset counts from the beginning of the data."""
+        """The next tensor of the list; its offset is relative to the beginning of the data."""
         count = self._number("<I", f"the dimensions of {name!r}")
         if not 1 <= count <= _MOST_DIMENSIONS:
             raise ValueError(
@@ -303,8 +302,8 @@ class _Header:
             return [self._text(key) for _ in range(count)]
         if kind not in _SCALARS:
             raise ValueError(
-                f"{self.path}: {key!r} is an array of type {kind}, but arrays hold numbers, truth "
-                f"values or strings; {AGAIN}."
+                f"{self.path}: {key!r} is an array of type {kind}, but its elements must be "
+                f"numbers, truth values or strings; {AGAIN}."
             )
         dtype = np.dtype("?" if kind == 7 else _SCALARS[kind])
         count = self._count("<Q", f"the length of {key!r}", dtype.itemsize)
@@ -324,12 +323,12 @@ class _Header:
         return value
 
     def _count(self, code: str, what: str, least: int) -> int:
-        """A number of things that take at least so many bytes each, all before the file's end."""
+        """A number of items that take at least `least` bytes each, which must fit in the file."""
         count = self._number(code, what)
         if count * least > len(self.data) - self.at:
             raise ValueError(
                 f"{self.path}: {what} is {count}, which the remaining {len(self.data) - self.at} "
-                f"bytes of the file do not hold; {AGAIN}."
+                f"bytes of the file do not fit; {AGAIN}."
             )
         return count
 
@@ -340,7 +339,7 @@ class _Header:
         return found
 
     def _text(self, what: str) -> str | bytes:
-        """A string, or its bytes if it is not UTF-8: an error only if the string is used."""
+        """A string, or its bytes if it is not UTF-8, which raises only if the string is used."""
         length = self._count("<Q", f"the length of {what}", 1)
         data = self.data[self.at : self.at + length]
         self.at += length
@@ -362,9 +361,9 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 
 class Metadata:
-    """Metadata with the kind of each value checked, and keys prefixed by an architecture.
+    """Metadata with checked types of values, and keys prefixed by an architecture.
 
-    `read` has the keys, without the prefix, that the methods were asked for.
+    `read` contains the keys, without the prefix, that the methods have read.
     """
 
     read: set[str]
@@ -384,7 +383,7 @@ class Metadata:
         truth = isinstance(value, bool) and kind != "true or false"
         if truth or not isinstance(value, _KINDS[kind]):
             raise ValueError(
-                f"{self.path}: {self.prefix + key!r} is {short(value)}, but it is {kind}; "
+                f"{self.path}: {self.prefix + key!r} is {short(value)}, but it must be {kind}; "
                 "convert the model again, or fetch the file again."
             )
         return value
@@ -402,7 +401,7 @@ class Metadata:
     def same(self, key: str, default: int | None = None) -> int:
         """An integer, which some files repeat for each layer.
 
-        **Raises:** `ValueError` where layers differ.
+        **Raises:** `ValueError` if layers differ.
         """
         self.read.add(key)
         value = self.values.get(self.prefix + key, default)

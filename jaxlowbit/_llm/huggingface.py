@@ -1,6 +1,6 @@
-"""Hugging Face directories: config.json, and weights in safetensors, quantized or floats.
+"""Reads Hugging Face folders: config.json, and weights in safetensors, quantized or floats.
 
-Names and meanings follow the models' code in `transformers`.
+Names and meanings follow the code of the models in `transformers`.
 """
 
 import re
@@ -36,7 +36,7 @@ Weight = Tensor | Matrix | View | list[Tensor | Matrix | View]
 # --- the configuration ----------------------------------------------------------------------------
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-# Entries that some architectures read (`HuggingFace.reads`), their kind, and fields of `Config`.
+# Entries that only some architectures read (`HuggingFace.reads`): type, and fields of `Config`.
 _OPTIONS: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
     "attention_bias": ("true or false", lambda x: {"attention_bias": x, "output_bias": x}),
     "mlp_bias": ("true or false", lambda x: {"mlp_bias": x}),
@@ -52,12 +52,12 @@ _OPTIONS: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
 
 
 def config_of(folder: Path) -> Config:
-    """The configuration of the decoder in a folder, from its config.json.
+    """Returns the configuration of the decoder in a folder, from its config.json.
 
-    Warns of entries that are left out and may change the results.
+    Warns of entries that are not used and may change the results.
 
     **Raises:** `ValueError` for an architecture, or a feature of one, that the decoder lacks, and
-    for entries that are missing or of the wrong kind or size.
+    for entries that are missing or have the wrong type or size.
     """
     path = folder / "config.json"
     architecture, objects = _objects(path)
@@ -113,7 +113,7 @@ def _sizes(known: Fields) -> dict[str, int]:
 
 
 def _activation(known: Fields, entry: Architecture) -> dict[str, str]:
-    """The activation, if it is not that of the architecture.
+    """The activation, if it differs from the architecture's.
 
     **Raises:** `ValueError` for one that the decoder lacks.
     """
@@ -164,10 +164,10 @@ def _names(architecture: str) -> HuggingFace:
 
 
 def _objects(path: Path) -> tuple[str, list[Fields]]:
-    """The architecture, and the object of the decoder, which is the last.
+    """The architecture, and objects of entries, ending with the decoder's.
 
-    If the decoder has a part of config.json, `text_config`, the whole comes first. The object of
-    the decoder has the defaults of its architecture.
+    If the decoder is a part of config.json, `text_config`, the whole file comes first. The object
+    of the decoder has the defaults of its architecture.
     """
     outer = Fields(path, read_json(path))
     kind, values = outer.need("model_type", "a string"), outer.values
@@ -202,8 +202,8 @@ def _objects(path: Path) -> tuple[str, list[Fields]]:
 def _text(outer: Fields, kinds: Sequence[str]) -> tuple[str, Mapping[str, Any]]:
     """The `model_type`, one of `kinds`, and the entries of the decoder of a model with images.
 
-    Both objects may tie the head, and the decoder's may leave it to the other. Without a
-    `text_config` the decoder has the entries of the file.
+    Both objects may tie the head; the decoder's may omit it. Without a `text_config`, the decoder
+    has the entries of the file.
     """
     path = outer.path
     if "text_config" not in outer.values:
@@ -228,9 +228,9 @@ def _text(outer: Fields, kinds: Sequence[str]) -> tuple[str, Mapping[str, Any]]:
 
 
 def _eos(folder: Path, names: HuggingFace, objects: Sequence[Fields]) -> tuple[int, ...]:
-    """The tokens that end texts, of generation_config.json and the objects of config.json.
+    """The tokens that end texts, from generation_config.json and the objects of config.json.
 
-    A file that does not name any ends texts as the class of transformers does.
+    Without any, texts end as in the class of transformers.
     """
     sources = list(objects)
     path = folder / "generation_config.json"
@@ -247,8 +247,8 @@ def _eos(folder: Path, names: HuggingFace, objects: Sequence[Fields]) -> tuple[i
         tokens = [] if tokens is None else tokens if isinstance(tokens, list) else [tokens]
         if not all(type(token) is int for token in tokens):
             raise ValueError(
-                f"{source.path}: 'eos_token_id' is {tokens!r}, but it is an integer or a list of "
-                f"integers; {AGAIN}."
+                f"{source.path}: 'eos_token_id' is {tokens!r}, but it must be an integer or a list "
+                f"of integers; {AGAIN}."
             )
         found += tokens
     if not any("eos_token_id" in source.values for source in sources):
@@ -259,9 +259,9 @@ def _eos(folder: Path, names: HuggingFace, objects: Sequence[Fields]) -> tuple[i
 def _layers(known: Fields, entry: Architecture, names: HuggingFace, layers: int) -> dict[str, Any]:
     """The window, the layers with a window and the layers with a rotation, as `Config` fields.
 
-    The window is missing if no layer has one.
+    The window is absent if no layer has one.
     """
-    layers = min(max(layers, 0), MOST["layers"])  # more raise an error in `Config`
+    layers = min(max(layers, 0), MOST["layers"])  # larger numbers raise an error in `Config`
     rotated = [True] * layers
     if entry.rope_layers == "pattern":
         every = _interval(known, "no_rope_layer_interval", entry.rope_pattern)
@@ -316,12 +316,12 @@ def _local(
 
 
 def _every(known: Fields, entry: Architecture, names: HuggingFace) -> int:
-    """The n of layers with a window, all but every n-th, if no entry names the layers."""
+    """The n of layers with a window (all except every n-th), if no entry lists the layers."""
     key = "sliding_window_pattern"
     if key not in names.reads:
         return entry.window_pattern
     if isinstance(known.values.get(key), str) and "layer_types" in known.values:
-        known.read.add(key)  # letters for the same layers
+        known.read.add(key)  # letters that describe the same layers
         return entry.window_pattern
     return _interval(known, key, entry.window_pattern)
 
@@ -339,21 +339,21 @@ def _interval(known: Fields, key: str, default: int) -> int:
 _TEXT = re.compile(
     r"^(?:model\.language_model\.|language_model\.model\.|language_model\.|model\.)?"
 )
-# A buffer that older files hold; the configuration gives its values.
+# A buffer in older files; the configuration determines its values.
 _IGNORED = re.compile(r"\.rotary_emb\.inv_freq$")
-# From images to embeddings, which the decoder does not read.
+# Image encoders, which the decoder does not read.
 _IMAGES = re.compile(r"(^|\.)(vision_tower|multi_modal_projector)\.")
 
 
 def weights_of(folder: Path, config: Config) -> dict[str, Weight]:
-    """The tensor or quantized matrix of each weight of a configuration; reads headers only.
+    """The tensor or quantized matrix of each weight of a configuration; reads only headers.
 
     A stack of experts is a list of them.
 
-    Warns of entries of the checkpoint that are left out.
+    Warns of entries of the checkpoint that are not used.
 
-    **Raises:** `ValueError` for files that are missing or damaged, and for tensors that are
-    missing, unknown, of another shape, or neither floats nor part of a quantized matrix.
+    **Raises:** `ValueError` for missing or damaged files, and for tensors that are missing,
+    unknown, of another shape, or neither floats nor part of a quantized matrix.
     """
     contents = open_folder(folder)
     kind = read_json(folder / "config.json").get("model_type")
@@ -379,9 +379,9 @@ def weights_of(folder: Path, config: Config) -> dict[str, Weight]:
 
 
 def lhs_qtype_of(path: Path) -> Any:
-    """The dtype that a checkpoint rounds inputs of quantized matrices to, or None.
+    """The dtype of a checkpoint's quantized activations, or None.
 
-    **Raises:** `ValueError` if its matrices differ.
+    **Raises:** `ValueError` if it differs between matrices.
     """
     if not path.is_dir():
         return None
@@ -403,9 +403,9 @@ def lhs_qtype_of(path: Path) -> Any:
 def _by_weight(
     contents: Contents, config: Config, images: re.Pattern[str] | None
 ) -> dict[str, Tensor | Matrix]:
-    """Tensors and matrices by our names of their weights; unused ones are left out.
+    """Tensors and matrices by our names of the weights, without unused ones.
 
-    `images` finds the names of the tensors of an image encoder.
+    `images` matches the names of the tensors of an image encoder.
 
     **Raises:** `ValueError` for a tensor that is not a weight of the decoder, and for two tensors
     of one weight.
@@ -445,10 +445,10 @@ def _is_empty_bias(name: str, contents: Contents) -> bool:
 
 
 def _parts(weights: Mapping[str, Tensor | Matrix], config: Config) -> dict[str, Tensor | Matrix]:
-    """Weights by our names, with the parts of a fused matrix in its place.
+    """Replaces fused matrices by their parts, by our names.
 
-    **Raises:** `ValueError` for a fused matrix of another shape, and if the folder has a tensor of
-    a part, too.
+    **Raises:** `ValueError` for a fused matrix of another shape, and if the folder also has the
+    tensor of a part.
     """
     shapes, found = config.shapes(), {}
     for name, weight in weights.items():
@@ -490,9 +490,9 @@ def _check(weight: Any, shape: tuple[int, ...]) -> None:
 
 
 def _check_tied(table: Any, head: Any) -> None:
-    """Checks that a file's head is a copy of the table, if config.json ties the two.
+    """Checks that a stored head equals the table, if config.json ties the two.
 
-    transformers 5 does not tie two that differ, and earlier versions ignore the head.
+    transformers 5 does not tie them if they differ, and earlier versions ignore the head.
 
     **Raises:** `ValueError`.
     """

@@ -1,4 +1,4 @@
-"""`LanguageModel`: a decoder with its tokenizer, from files or at random."""
+"""`LanguageModel`: a decoder with its tokenizer, from files or with random weights."""
 
 import contextlib
 import dataclasses
@@ -27,7 +27,7 @@ from .sampling import SEED_RULE
 class LanguageModel:
     """A decoder with its tokenizer and the report of loading.
 
-    `generate`, `stream` and `perplexity` take one. Without a tokenizer, prompts are tokens.
+    The argument of `generate`, `stream` and `perplexity`. Without a tokenizer, prompts are tokens.
 
     **Arguments:**
 
@@ -46,19 +46,19 @@ class LanguageModel:
     def __post_init__(self) -> None:
         if not isinstance(self.decoder, Decoder):
             raise TypeError(
-                f"LanguageModel: decoder is {checks.brief(self.decoder)}, but it is a Decoder."
+                f"LanguageModel: decoder is {checks.brief(self.decoder)}, but it must be a Decoder."
             )
         methods = ("encode", "decode", "decode_stream")
         lacking = [name for name in methods if not callable(getattr(self.tokenizer, name, None))]
         if self.tokenizer is not None and (lacking or isinstance(self.tokenizer, type)):
             raise TypeError(
-                f"LanguageModel: tokenizer is {checks.brief(self.tokenizer)}, but it is None or an "
-                f"object with the methods {', '.join(methods)}; pass that of a loaded model, "
+                f"LanguageModel: tokenizer is {checks.brief(self.tokenizer)}, but it must be None "
+                f"or an object with the methods {', '.join(methods)}; pass that of a loaded model, "
                 "model.tokenizer."
             )
         if not isinstance(self.report, LoadReport | None):
             raise TypeError(
-                f"LanguageModel: report is {checks.brief(self.report)}, but it is None or the "
+                f"LanguageModel: report is {checks.brief(self.report)}, but it must be None or the "
                 "report of a loaded model, model.report."
             )
 
@@ -74,15 +74,15 @@ def check_model(caller: str, model: Any) -> None:
     """
     if not isinstance(model, LanguageModel):
         raise TypeError(
-            f"{caller}: model is {checks.brief(model)}, but it is a LanguageModel; make one with "
-            "jaxlowbit.llm.load, init, or LanguageModel(decoder)."
+            f"{caller}: model is {checks.brief(model)}, but it must be a LanguageModel; make one "
+            "with jaxlowbit.llm.load, init, or LanguageModel(decoder)."
         )
 
 
 def open_file(path: Any) -> Header:
-    """Reads the header of a model file, which `load` also takes as its path.
+    """Reads the header of a model file, which `load` also accepts instead of a path.
 
-    So that a program can check its arguments before the weights are read.
+    A program can thus check its arguments before the weights are read.
     """
     with named_load():
         return read_header(path)
@@ -114,41 +114,43 @@ def load(
     mesh: jax.sharding.Mesh | None = None,
     progress: bool = True,
 ) -> LanguageModel:
-    """Loads a language model from a GGUF file, or a folder of floats, quantized weights or `save`.
+    """Loads a language model from a GGUF file, a Hugging Face folder, or a folder written by
+    `save`.
 
     **Arguments:**
 
     - `path`: the file or the folder.
-    - `format`: format of every matrix, a `Format` or its name; None leaves quantized weights of the
-      file as they are, without rounding, and floats as floats.
+    - `format`: a `Format` or its name, for every matrix; None for the quantized weights of the file
+      without rounding, and floats as floats.
     - `rules`: formats for some matrices, by regular expressions that are searched (`re.search`) in
-      their names (`Config.shapes`); the first that matches decides, None leaves a matrix as it is.
-    - `quantizer`: what rounds them, a name or a function, as for `jaxlowbit.quantize`. Here names
-      may be pairs such as `"awq+gptq"`: the factors of the first, rounded by the second.
+      their names (`Config.shapes`). The first match decides; None leaves a matrix as in the file.
+    - `quantizer`: the name of the quantizer, or a function, as for `jaxlowbit.quantize`. It may
+      also be a pair such as `"awq+gptq"`: the first computes factors, the second rounds.
     - `calibration`: None, or inputs for quantizers that read statistics: a text, a list of texts,
       tokens (sequences, length), or a `jaxlowbit.quantizers.Calibration` of one of these.
-    - `dtype`: dtype of activations, of the cache and of matrices that stay floats; None for
-      bfloat16 on a GPU and float32 on the CPU.
-    - `lhs_qtype`: None, or `jnp.int8` or `jnp.float8_e4m3fn`: the inputs of products with
-      quantized matrices of blocks are rounded to it, with a scale for each token. Embedding and
-      head take floats. `"file"` for the dtype of the checkpoint, such as int8 of W8A8 and W4A8.
-    - `lhs_min_rows`: minimum number of tokens, of all sequences, for such rounding; fewer stay
-      floats. None for 1 on a CPU, and on a GPU for 32 or 192, as the formats of the weights need.
-    - `scale_dtype`: dtype of scales and float zeros. None keeps the values of the file exactly, and
-      `"two_level"` also keeps the scales of ggml's K types in two levels, as small as in the file.
+    - `dtype`: dtype of activations, of the cache and of float matrices; None for bfloat16 on a GPU
+      and float32 on the CPU.
+    - `lhs_qtype`: None, or `jnp.int8` or `jnp.float8_e4m3fn`: the inputs of products with quantized
+      matrices of blocks are rounded to it, with a scale per token; embedding and head always have
+      float inputs. `"file"` for the dtype of the checkpoint, such as int8 for W8A8 and W4A8.
+    - `lhs_min_rows`: minimum number of tokens, over all sequences, for such rounding. None for 1
+      on a CPU, and for 32 or 192 on a GPU, where products are faster from then on.
+    - `scale_dtype`: dtype of scales and float zeros. None preserves the values of the file exactly.
+      So does `"two_level"`, which also stores the scales of ggml's K types in two levels, as
+      compactly as in the file.
     - `adapter`: None, or a LoRA adapter: a folder in PEFT's format, or a `LoRA`, as for `adapt`.
       Weights stay as `format` and `rules` make them.
-    - `mesh`: the devices to divide it over, as by `shard`; each weight is put there as soon as it
-      is read. None for one device.
+    - `mesh`: the devices to shard the model over, as in `shard`; each weight is placed when it is
+      read. None for one device.
     - `progress`: whether to show a progress bar.
 
     **Returns:** a `LanguageModel`.
 
-    **Raises:** before a weight is read, `TypeError` for arguments that are none of these,
-    `FileNotFoundError` if there is no such path, `ValueError` for a damaged file, an unknown
-    architecture, type or tokenizer and tensors that are missing or of another shape, each with its
-    name, for rules that decide about no matrix, for a quantizer that is unknown, lacks a format or
-    has nothing to round, and for weights that memory lacks; what `adapt` and `shard` raise.
+    **Raises:** before a weight is read: `TypeError` for arguments of other types,
+    `FileNotFoundError` if the path does not exist, `ValueError` for a damaged file, an unknown
+    architecture, type or tokenizer, and missing or misshapen tensors, with their names, for rules
+    that match no matrix, for a quantizer that is unknown, does not support a format or has nothing
+    to round, and for weights that exceed the memory; the errors of `adapt` and `shard`.
     """
     dtype = default_dtype() if dtype is None else dtype
     if isinstance(lhs_qtype, str) and lhs_qtype == "file":
@@ -176,10 +178,10 @@ def load(
 def save(
     model: LanguageModel, path: Any, *, overwrite: bool = False, progress: bool = False
 ) -> None:
-    """Saves a model as a folder, which `load` reads without packing anything again.
+    """Saves a model to a folder that `load` reads without packing.
 
     The folder gets its name when it is complete: a process that is killed leaves the old folder or
-    the new one.
+    the complete new one.
 
     **Arguments:**
 
@@ -188,9 +190,9 @@ def save(
     - `overwrite`: whether to replace a folder that exists.
     - `progress`: whether to show a progress bar.
 
-    **Raises:** `TypeError` for arguments that are none of these; `ValueError` for a `path` that
-    exists and a tokenizer that was not loaded from a file; `FileNotFoundError` if that file is
-    gone; what `checkpoint.save` raises.
+    **Raises:** `TypeError` for arguments of other types; `ValueError` for an existing `path`, and
+    for a tokenizer that was not loaded from a file; `FileNotFoundError` if that file no longer
+    exists; the errors of `checkpoint.save`.
 
     ```py
     save(load("model-Q8_0.gguf", format="int4-g64"), "model-int4")
@@ -199,7 +201,7 @@ def save(
     """
     check_model("save", model)
     if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"save: path is {checks.brief(path)}, but it is the path of a folder.")
+        raise TypeError(f"save: path is {checks.brief(path)}, but it must be the path of a folder.")
     options = {"overwrite": overwrite, "progress": progress}
     for name, value in options.items():
         checks.boolean("save", name, value)
@@ -218,19 +220,18 @@ def export(
 
     **Arguments:**
 
-    - `model`: from `load`: metadata and tokenizer are taken from its file, which for
-      `"compressed-tensors"` is a Hugging Face folder.
-    - `path`: the file or the folder, which gets its name when it is complete.
-    - `kind`: `"gguf"` for a GGUF file, for llama.cpp; `"compressed-tensors"` for a folder in the
-      format `pack-quantized`, for transformers and vLLM. There a quantized embedding becomes
+    - `model`: from `load`; its file supplies metadata and tokenizer. For `"compressed-tensors"`
+      this must be a Hugging Face folder.
+    - `path`: the file or folder, which gets its name when it is complete.
+    - `kind`: `"gguf"`, a GGUF file for llama.cpp; or `"compressed-tensors"`, a folder in the format
+      `pack-quantized` for transformers and vLLM. It has no quantized embedding: that becomes
       float32.
     - `overwrite`: whether to replace an existing target.
     - `progress`: whether to show a progress bar.
 
-    **Raises:** `TypeError` for arguments that are none of these; `ValueError` for a weight whose
-    format the kind does not represent exactly, with its name, for a configuration or a tokenizer
-    that GGUF cannot store, for a model from a file of another kind, and for a `path` that
-    exists.
+    **Raises:** `TypeError` for arguments of other types; `ValueError` for a weight whose format the
+    kind does not represent exactly, with its name, for a configuration or a tokenizer that GGUF
+    cannot store, for a model from a file of another kind, and for an existing `path`.
 
     ```py
     export(load("model-Q8_0.gguf", format="int4-g32", scale_dtype="float16"), "q4.gguf", "gguf")
@@ -238,7 +239,9 @@ def export(
     """
     check_model("export", model)
     if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"export: path is {checks.brief(path)}, but it is the path of a target.")
+        raise TypeError(
+            f"export: path is {checks.brief(path)}, but it must be the path of a target."
+        )
     checks.choice("export", "kind", kind, exporting.KINDS)
     options = {"overwrite": overwrite, "progress": progress}
     for name, value in options.items():
@@ -258,22 +261,21 @@ def init(
 ) -> LanguageModel:
     """Makes a model of random packed weights, of any size: floats are never made.
 
-    **Arguments:**
+    Makes a model with random packed weights, without allocating float matrices.
 
     - `config`: sizes and kinds.
-    - `format`: format of every matrix, a `Format` or its name; None for floats in `dtype`, to
-      compare with.
-    - `seed`: seed of the words, an integer of 64 bits.
+    - `format`: a `Format` or its name, for every matrix; None for floats in `dtype`.
+    - `seed`: a 64-bit integer.
     - `dtype`: dtype of scales, activations and the cache; None for bfloat16 on a GPU and float32 on
       the CPU.
     - `lhs_qtype`, `lhs_min_rows`: as for `load`.
-    - `mesh`: the devices to divide it over, as by `shard`; None for one device. It is the same
-      model on any.
+    - `mesh`: the devices to shard the model over, as in `shard`; None for one device. The weights
+      do not depend on it.
 
     **Returns:** a `LanguageModel` without a tokenizer.
 
-    **Raises:** `TypeError` and `ValueError` for arguments that are none of these, `ValueError` for
-    weights that memory lacks, and what `shard` raises.
+    **Raises:** `TypeError` and `ValueError` for invalid arguments, `ValueError` for weights that
+    exceed the memory, and the errors of `shard`.
 
     ```python
     model = init(Config("llama", 1, 64, 2, 1, 32, 128, 256, 128), INT8)
@@ -293,22 +295,22 @@ def init(
 
 
 def shard(model: LanguageModel, mesh: jax.sharding.Mesh) -> LanguageModel:
-    """Divides a model over the devices of a mesh: tensor parallelism.
+    """Shards a model over the devices of a mesh: tensor parallelism.
 
-    Every device holds some heads with their cache, some of the hidden features and some of the
-    vocabulary, and multiplies by its part of the packed words. Two all-reduces in each block add
+    Every device stores some heads with their cache, some of the hidden features and a part of the
+    vocabulary, and multiplies by its shards of the packed words. Two all-reduces per block add
     partial sums.
 
     **Arguments:**
 
-    - `model`: from `load` or `init`, which is left as it is.
+    - `model`: from `load` or `init`; it is not modified.
     - `mesh`: with one axis.
 
-    **Returns:** the model on those devices, for `generate` and all else that takes one.
+    **Returns:** the sharded model, for `generate` and the other functions.
 
-    **Raises:** before anything is moved, `TypeError` for an object that is not a mesh, and
-    `ValueError` for a mesh of several axes, or if the number of its devices does not divide the
-    heads, the heads of keys and values, or the rows of a matrix into whole atoms and groups.
+    **Raises:** before anything is moved: `TypeError` for an object that is not a mesh; `ValueError`
+    for a mesh with several axes, or if the number of devices does not divide the heads, the heads
+    of keys and values, or the rows of a matrix into whole atoms and groups.
 
     ```python
     model = init(Config("llama", 1, 64, 4, 2, 64, 256, 256, 128), INT8)
@@ -323,5 +325,5 @@ def shard(model: LanguageModel, mesh: jax.sharding.Mesh) -> LanguageModel:
 
 
 def default_dtype() -> Any:
-    """The dtype of activations that is fastest here."""
+    """The fastest dtype of activations on this machine."""
     return jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32

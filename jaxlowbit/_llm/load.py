@@ -1,4 +1,4 @@
-"""`read`: a model file as a configuration, packed weights, a tokenizer and a report."""
+"""`read`: a model file to a configuration, packed weights, a tokenizer and a report."""
 
 import dataclasses
 import functools
@@ -34,22 +34,22 @@ from .sharding import Division
 from .tokenizer import Tokenizer
 
 TWO_LEVELS = "two_level"
-"""The `scale_dtype` that keeps scales of two levels, and their name in a `Format`."""
+"""The `scale_dtype` that preserves two-level scales; also their name in a `Format`."""
 
 Rules = Mapping[str, Format | str | None] | Sequence[tuple[str, Format | str | None]]
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorReport:
-    """One weight.
+    """The report of one weight.
 
-    - `name`: ours, such as `layers.0.q`.
+    - `name`: our name, such as `layers.0.q`.
     - `stored`: the type in the file.
     - `shape`: (in, out) of a matrix.
-    - `format`: None where floats were kept.
+    - `format`: None if it stayed floats.
     - `lhs_qtype`: dtype of its rounded inputs, or None.
     - `nbytes_stored`, `nbytes`: bytes in the file, and in memory with scales.
-    - `backend`: what multiplies by it on this machine, with the reason if it is no kernel.
+    - `backend`: the backend of its products on this machine, with the reason if not a kernel.
     """
 
     name: str
@@ -64,7 +64,7 @@ class TensorReport:
 
 @dataclasses.dataclass(frozen=True)
 class LoadReport:
-    """What `read` did: `tensors`, and a table of their kinds when printed."""
+    """The report of `read`: `tensors`; prints as a table by kind."""
 
     tensors: tuple[TensorReport, ...]
 
@@ -101,11 +101,11 @@ class Checkpoint(NamedTuple):
     """The contents of a model file.
 
     - `config`: configuration of the decoder.
-    - `weights`: by the names of `config.shapes()`. Every matrix is (in, out), so that it multiplies
-      from the right, a `QuantizedArray` or floats; so are the embedding and the head (width,
-      vocabulary). Norm scales and biases are float32 (n,).
+    - `weights`: by the names of `config.shapes()`. Every matrix is (in, out), a `QuantizedArray` or
+      floats, and multiplies from the right; embedding and head are (width, vocabulary). Norm scales
+      and biases are float32 (n,).
     - `tokenizer`: text to tokens and back.
-    - `report`: how each tensor was read; a table when printed.
+    - `report`: how each tensor was read; prints as a table.
     """
 
     config: Config
@@ -118,10 +118,10 @@ class _Source(NamedTuple):
     """A tensor of a GGUF file or a folder.
 
     `rows(start, stop)` returns rows as floats. A quantized matrix has a `format`, and
-    `pack(scale_dtype)` packs it as it is; both are None for floats. `packed(dtype)`, if the folder
-    has packed weights, returns the weight without a copy, floats in `dtype`. A stack of experts has
-    a source for each in `experts`. Its `whole`, or None, is the matrix of the rows of all experts,
-    if they are one tensor, and each is whole atoms.
+    `pack(scale_dtype)` packs it without rounding; both are None for floats. For a folder of packed
+    weights, `packed(dtype)` returns the weight without a copy, floats in `dtype`. A stack of
+    experts has a source for each in `experts`. Its `whole` is the matrix of the rows of all
+    experts, if they are one tensor and each expert is whole atoms; else None.
     """
 
     where: str
@@ -137,7 +137,7 @@ class _Source(NamedTuple):
 
 
 class Header(NamedTuple):
-    """A model file whose header is checked and whose weights are not read yet.
+    """A model file with a checked header, whose weights have not been read yet.
 
     - `config`, `tokenizer`: as in a `Checkpoint`.
     - `sources`: the tensor of each weight.
@@ -150,11 +150,11 @@ class Header(NamedTuple):
 
 
 def read_header(path: str | os.PathLike[str]) -> Header:
-    """Reads and checks all of a model file except its weights; raises what `read` raises for it."""
+    """Reads and checks a model file except its weights; raises the errors of `read` for it."""
     if not isinstance(path, str | os.PathLike):
         raise TypeError(
-            f"load: path is {brief(path)}, but it is the path of a .gguf file, or of the folder of "
-            "a Hugging Face model."
+            f"load: path is {brief(path)}, but it must be the path of a .gguf file, or of the "
+            "folder of a Hugging Face model."
         )
     given, path = os.fspath(path), Path(path)
     if not given or not path.exists():
@@ -165,7 +165,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     if saved.is_model(path):
         return _saved(path)
     config, sources, tokenizer = _folder(path) if path.is_dir() else _file(path)
-    # A tokenizer may have tokens without a row, which only a prompt can bring up.
+    # A tokenizer may have tokens without a row in the table; they raise only in a prompt.
     known = range(config.vocabulary)
     ends = tuple(dict.fromkeys([*config.eos, *(end for end in tokenizer.eos if end in known)]))
     bos = tokenizer.bos if tokenizer.bos in known else config.bos
@@ -185,48 +185,46 @@ def read(
     mesh: jax.sharding.Mesh | None = None,
     progress: bool = True,
 ) -> Checkpoint:
-    """Reads a model: a GGUF file, or a Hugging Face folder of floats or quantized weights.
+    """Reads a model from a GGUF file or a Hugging Face folder, quantized or not.
 
-    Weights that are quantized are packed as they are: `dequantize(jnp.float32)` gives, bit for bit,
-    what ggml dequantizes them to, or the library that quantized the folder. The header is
-    checked as a whole before any weight is read. Weights are read and unpacked in strips of one
-    tensor at a time, so loading takes the memory of the packed weights and one tensor.
+    Quantized weights are packed without rounding: `dequantize(jnp.float32)` equals, bit for bit,
+    the weights of ggml or of the library that quantized the folder. The whole header is checked
+    before any weight is read. Weights are unpacked in strips of one tensor at a time, so loading
+    takes the memory of the packed weights and one tensor.
 
     **Arguments:**
 
     - `path`: a `.gguf` file, or a folder with `config.json`, `tokenizer.json` and
       `model.safetensors` or shards with their index; or its `Header`.
-    - `format`: format of every matrix, including embedding, head and matrices that the file has in
-      another format. None leaves quantized weights as they are and floats in `dtype`.
+    - `format`: format of every matrix, including embedding, head and matrices with another format
+      in the file. None preserves quantized weights, and floats become `dtype`.
     - `rules`: formats for some matrices, by regular expressions that are searched (`re.search`) in
-      the names of `Config.shapes`, as a mapping or pairs. The first that matches decides; None
-      leaves a matrix as the file has it.
-    - `quantizer`: as for `jaxlowbit.quantize`, of what `format` and `rules` round.
+      the names of `Config.shapes`, as a mapping or pairs. The first match decides; None leaves a
+      matrix as in the file.
+    - `quantizer`: as for `jaxlowbit.quantize`, for matrices that `format` and `rules` round.
     - `calibration`: as for `load`.
-    - `dtype`: float32, bfloat16 or float16, for matrices that stay floats, and for the activations
-      that the report expects.
+    - `dtype`: float32, bfloat16 or float16, for float matrices, and for the activations that the
+      report assumes.
     - `lhs_qtype`: as for `Decoder`; for the report.
-    - `scale_dtype`: dtype of scales and float zeros. None keeps the scales of quantized weights
-      exactly, in float16, in float32 for ggml's K types and IQ4_XS, and in the dtype of a folder;
-      scales computed here get `dtype`. `"two_level"` keeps the scales of the K types and IQ4_XS in
-      two levels, as in the file, which takes less memory and, except for small M on Hopper, more
-      time.
-      Any other dtype rounds the stored scales. Formats with 8-bit scales keep theirs.
-    - `mesh`: the devices of the weights, divided as for a `Decoder` on it; None for one device.
-    - `progress`: whether a bar is shown on standard error.
+    - `scale_dtype`: dtype of scales and float zeros. None preserves the scales of quantized weights
+      exactly: in float16, in float32 for ggml's K types and IQ4_XS, and in the dtype of a folder;
+      newly computed scales have `dtype`. `"two_level"` stores the scales of the K types and IQ4_XS
+      in two levels, as in the file, which takes less memory and, except for small M on Hopper, more
+      time. Other dtypes round the stored scales. Formats with 8-bit scales are unaffected.
+    - `mesh`: the devices of the weights, sharded as for a `Decoder`; None for one device.
+    - `progress`: whether to show a bar on standard error.
 
     **Returns:** a `Checkpoint`.
 
-    **Warns:** of entries of the files that are left out and are not known to change nothing.
+    **Warns:** of entries of the files that are not used and may have an effect.
 
-    **Raises:** before any weight is read, `FileNotFoundError` if there is no such path, and
+    **Raises:** before any weight is read: `FileNotFoundError` if the path does not exist, and
     `ValueError` for a damaged file, an unknown architecture, type or tokenizer, an entry that turns
-    on a feature that the decoder lacks, tensors that are missing, unknown or of another shape, for
-    rules that decide about no matrix, a quantizer that is unknown, lacks a format or has nothing to
-    round, and for sizes that the
-    devices of the mesh do not divide; `TypeError` for a rule or format that is none. Afterwards
-    `ValueError` for weights that are not finite, and what `jaxlowbit.quantize` raises. Each names
-    the tensor or key, and the way out.
+    on a feature that the decoder lacks, tensors that are missing, unknown or of another shape,
+    rules that match no matrix, a quantizer that is unknown, does not support a format or has
+    nothing to round, and sizes that the number of devices does not divide; `TypeError` for an
+    invalid rule or format. Afterwards `ValueError` for nonfinite weights, and the errors of
+    `jaxlowbit.quantize`. Each names the tensor or key, and the way out.
 
     ```python
     checkpoint = read("SmolLM2-135M-Instruct.Q4_1.gguf")
@@ -281,7 +279,7 @@ def read(
 
 
 class _Reading(NamedTuple):
-    """How the weights of a file are read: by name, each read once and then forgotten."""
+    """Reads the weights of a file by name, each once, and releases them."""
 
     sources: Mapping[str, _Source]
     shapes: Mapping[str, tuple[int, ...]]
@@ -290,7 +288,7 @@ class _Reading(NamedTuple):
     quantizer: Any
 
     def weight(self, name: str, format: Format | None) -> QuantizedArray | Array:
-        """A weight, rounded to a format, or as the file has it for None."""
+        """A weight, rounded to a format, or as in the file for None."""
         options = self.dtype, self.scale_dtype, self.quantizer
         shape = self.shapes[name]
         if not is_matrix(name):
@@ -364,7 +362,7 @@ def _of_gguf(file: gguf.File, tensor: gguf.Tensor) -> _Source:
 
 
 def _saved(path: Path) -> Header:
-    """A folder that `save` wrote, whose weights are used as they are."""
+    """A folder written by `save`, whose weights are used without packing."""
     found = saved.read_model(path)
     sources = {}
     for name, leaf in found.weights.items():
@@ -438,7 +436,8 @@ def _stack(experts: Sequence[_Source]) -> _Source:
 
 
 def _check_exact(sources: Mapping[str, _Source], formats: Mapping[str, Format | None]) -> None:
-    """Raises for quantized matrices that no format holds, unless they are rounded to one."""
+    """Raises for quantized matrices without an exact format, unless they are rounded to another
+    one."""
     inexact = [
         source
         for name, source in sources.items()
@@ -500,7 +499,7 @@ def _weight(
 
 
 def _divided(array: Any, count: int) -> QuantizedArray:
-    """A matrix (k, count * n), whose columns are those of `count` matrices, as a stack of them."""
+    """A matrix (k, count * n) as a stack of `count` matrices with its columns."""
 
     def parts(leaf: Array | None) -> Array | None:
         return None if leaf is None else leaf.reshape(count, -1, *leaf.shape[1:])
@@ -571,7 +570,7 @@ def _report(
 
 
 def _check_quantizer(quantizer: Any, formats: Sequence[Format]) -> None:
-    """Raises for a value that is no quantizer of the formats, or one without a format."""
+    """Raises for an invalid quantizer for these formats, or a quantizer without a format."""
     quantizers.check("load", quantizer)
     if quantizer is not None and not formats:
         raise ValueError(
@@ -585,11 +584,11 @@ def _check_quantizer(quantizer: Any, formats: Sequence[Format]) -> None:
 def _formats(
     format: Format | None, rules: Rules | None, matrices: Sequence[str]
 ) -> dict[str, Format | None]:
-    """The format that each matrix is rounded to, None to leave it as it is."""
+    """The format that each matrix is rounded to; None to leave it as in the file."""
     if not isinstance(rules, Mapping | list | tuple | None):
         raise TypeError(
-            f"load: rules is {brief(rules)}, but it is a mapping from regular expressions on the "
-            "names of weights to formats, or None."
+            f"load: rules is {brief(rules)}, but it must be a mapping from regular expressions on "
+            "the names of weights to formats, or None."
         )
     compiled = []
     for rule in list((rules or {}).items() if isinstance(rules, Mapping) else rules or ()):

@@ -22,12 +22,12 @@ from .saved import weights_of
 def adapt(model: LanguageModel, adapter: Any) -> LanguageModel:
     """Adds a LoRA adapter to the weights of a model, which stay packed.
 
-    The variables of the adapter are `flax.nnx.LoRAParam`s of the decoder, which `nnx.grad` with
-    `nnx.DiffState(0, nnx.LoRAParam)` differentiates by.
+    The variables of the adapter are `flax.nnx.LoRAParam`s of the decoder, for `nnx.grad`
+    with `nnx.DiffState(0, nnx.LoRAParam)`.
 
     **Arguments:**
 
-    - `model`: from `load` or `init`, which is left as it is; weights are shared.
+    - `model`: from `load` or `init`, which does not change; weights are shared.
     - `adapter`: a folder in PEFT's format, with `adapter_config.json` and
       `adapter_model.safetensors`; or a `LoRA`, for training.
 
@@ -35,7 +35,7 @@ def adapt(model: LanguageModel, adapter: Any) -> LanguageModel:
 
     **Warns:** of entries of `adapter_config.json` that are not known.
 
-    **Raises:** `TypeError` for arguments that are none of these; `FileNotFoundError` if there is no
+    **Raises:** `TypeError` for other arguments; `FileNotFoundError` if there is no
     such folder; `ValueError` for a damaged folder, an adapter of another kind or another model,
     each with the name of the file and of the entry or tensor, and for a model with an adapter.
 
@@ -72,15 +72,15 @@ def merge_adapter(
 
     **Arguments:**
 
-    - `model`: from `load` with an adapter, or `adapt`; it is left as it is.
+    - `model`: from `load` with an adapter, or `adapt`; it does not change.
     - `format`: format of the sums; None for the format of each weight. Weights without an adapter
       stay as they are, and floats stay floats.
-    - `quantizer`: what rounds them, as for `jaxlowbit.quantize`.
+    - `quantizer`: the quantizer for the sums, as for `jaxlowbit.quantize`.
 
     **Returns:** a model without an adapter.
 
-    **Raises:** `TypeError` for arguments that are none of these; `ValueError` for a model without
-    an adapter; what `jaxlowbit.quantize` raises.
+    **Raises:** `TypeError` for other arguments; `ValueError` for a model without
+    an adapter; the errors of `jaxlowbit.quantize`.
 
     ```python
     model = init(Config("llama", 1, 64, 2, 1, 32, 128, 256, 128), INT8)
@@ -124,7 +124,7 @@ def save_adapter(model: LanguageModel, path: Any, *, overwrite: bool = False) ->
     - `path`: the folder.
     - `overwrite`: whether to replace a folder that exists.
 
-    **Raises:** `TypeError` for arguments that are none of these; `ValueError` for a model without
+    **Raises:** `TypeError` for other arguments; `ValueError` for a model without
     an adapter, a `path` that exists, and a matrix that is part of a fused one in transformers.
 
     ```py
@@ -134,7 +134,7 @@ def save_adapter(model: LanguageModel, path: Any, *, overwrite: bool = False) ->
     check_model("save_adapter", model)
     if not isinstance(path, str | os.PathLike):
         raise TypeError(
-            f"save_adapter: path is {checks.brief(path)}, but it is the path of a folder."
+            f"save_adapter: path is {checks.brief(path)}, but it must be the path of a folder."
         )
     checks.boolean("save_adapter", "overwrite", overwrite)
     config, weights = weights_of(model.decoder)

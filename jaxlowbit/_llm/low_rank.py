@@ -1,6 +1,6 @@
-"""`LowRank`: a matrix plus the product of two small ones, as a LoRA adapter has them.
+"""`LowRank`: a matrix plus the product of two small ones, as in a LoRA adapter.
 
-Source: LoRA, arXiv:2106.09685. Names are those of PEFT, with matrices that multiply from the right.
+Source: LoRA, arXiv:2106.09685. Names as in PEFT; matrices multiply from the right.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ class LowRank:
         return self.base.shape
 
     def add(self, product: Array, x: Array, dtype: Any) -> Array:
-        """`x @ base`, which is `product`, plus the rest of `x @ self`, in `dtype`."""
+        """`x @ self` in `dtype`, from `product`, which is `x @ base`."""
         inner = jnp.matmul(x, self.a.astype(x.dtype), preferred_element_type=jnp.float32)
         outer = jnp.matmul(
             inner.astype(x.dtype), self.b.astype(x.dtype), preferred_element_type=jnp.float32
@@ -51,7 +51,7 @@ Weight = QuantizedArray | Array
 
 
 class Adapted(nnx.Module):
-    """The variables of a `LowRank`. Those of the adapter are `nnx.LoRAParam`s, for training."""
+    """The variables of a `LowRank`. The adapter's are `nnx.LoRAParam`s, for training."""
 
     def __init__(self, weight: LowRank):
         self.base = variable(weight.base)
@@ -74,7 +74,7 @@ def variable(weight: Weight | LowRank) -> Any:
 
 
 def quantized(weight: Any) -> bool:
-    """Whether a weight is quantized, apart from an adapter."""
+    """Whether a weight is quantized, whether or not it has an adapter."""
     return isinstance(base_of(weight), QuantizedArray)
 
 

@@ -1,4 +1,4 @@
-"""Checks that the arrays of a call fit in memory, before they are made."""
+"""Checks that the arrays of a call fit in memory, before they are allocated."""
 
 import math
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from .._core.format import Format
 
 
 def check(caller: str, needed: int, what: str) -> None:
-    """Raises if `needed` bytes are more than the device has left, if that is known."""
+    """Raises if the device has less than `needed` bytes left, if that is known."""
     left = available()
     if left is not None and needed > left:
         raise ValueError(
@@ -27,7 +27,7 @@ def check_weights(
     dtype: Any,
     mesh: jax.sharding.Mesh | None,
 ) -> None:
-    """Checks that weights fit, without their scales; those without a format are in `dtype`.
+    """Checks that weights fit in memory, without their scales; float weights are in `dtype`.
 
     **Raises:** `ValueError` if the device has less memory left.
     """
@@ -44,7 +44,7 @@ def check_weights(
 
 
 def available() -> int | None:
-    """The bytes that the first device has left; None if unknown."""
+    """The free memory of the first device in bytes; None if unknown."""
     device = jax.devices()[0]
     if device.platform == "cpu":
         try:

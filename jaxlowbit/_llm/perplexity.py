@@ -16,18 +16,18 @@ from .language_model import LanguageModel, check_model
 from .prompts import encoded, is_single
 
 _CONTEXT = 512  # the default
-_ROWS = 64  # logits of so many tokens exist at the same time
+_ROWS = 64  # maximum number of tokens whose logits exist at the same time
 
 
 class Perplexity(NamedTuple):
-    """How well a model predicts a text.
+    """The result of `perplexity`.
 
     - `perplexity`: `exp(loss)`, infinite beyond the range of a float.
-    - `tokens`: the number of tokens that were predicted.
-    - `context`: the tokens of a window.
-    - `loss`: the mean negative log-likelihood of a token, by the natural logarithm.
+    - `tokens`: the number of predicted tokens.
+    - `context`: the number of tokens of a window.
+    - `loss`: the mean negative natural log-likelihood per token.
     - `divergence`: None without a reference; else the mean Kullback-Leibler divergence of each
-      token's distribution from the reference, by the natural logarithm.
+      token's distribution from the reference's, in nats.
     """
 
     perplexity: float
@@ -48,28 +48,28 @@ def perplexity(
 ) -> Perplexity:
     """Measures how well a model predicts a text: `exp(mean(-log p(token)))`.
 
-    The text is cut into windows of `context` tokens. Each token of the text but the first is
-    predicted once: by its own window, or, as the first of a window, by the one before. If the model
-    begins texts with a special token (`bos`), each window begins with it, followed by `context - 1`
-    tokens of the text; that token is never predicted.
+    The text is split into windows of `context` tokens. Each token of the text except the first is
+    predicted once: in its window or, if it is the first of a window, in the previous one. If the
+    model begins texts with a special token (`bos`), each window begins with it, followed by
+    `context - 1` tokens of the text; that token is never predicted.
 
     **Arguments:**
 
     - `model`: from `load` or `init`.
-    - `text`: a text, or its tokens; windows begin with `bos` if these do.
-    - `context`: the tokens of a window, at least 2 if each begins with `bos`; None for 512, or for
-      the context of the model if that is shorter.
-    - `stride`: how many tokens later the next window begins, up to `context`; None for windows that
-      do not overlap. With fewer each token is predicted from more tokens before it, and a text
-      takes more windows.
-    - `reference`: None, or a model with the same tokens, such as one of float weights, for
+    - `text`: a string, or its tokens; windows begin with `bos` if the tokens do.
+    - `context`: the number of tokens of a window, at least 2 if windows begin with `bos`; None for
+      512, or the context of the model if that is shorter.
+    - `stride`: the distance between the starts of windows in tokens, up to `context`; None for
+      windows that do not overlap. With a smaller stride, each token is predicted from more previous
+      tokens, and a text takes more windows.
+    - `reference`: None, or a model with the same tokens, such as one with float weights, for
       `divergence`.
     - `progress`: whether to show a progress bar, which needs tqdm.
 
     **Returns:** a `Perplexity`.
 
-    **Raises:** `TypeError` for arguments of other types; `ValueError` for a text of less than two
-    tokens besides `bos`, tokens beyond the vocabulary, a context larger than the model's, and a
+    **Raises:** `TypeError` for arguments of other types; `ValueError` for a text of fewer than two
+    tokens besides `bos`, tokens outside the vocabulary, a context larger than the model's, and a
     reference with another vocabulary.
 
     ```python
@@ -122,7 +122,7 @@ def _checked(model: LanguageModel, reference: Any) -> tuple[Any, Any]:
 
 
 def _windows(count: int, step: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """The first and the last token of each window, and the last one that was predicted before."""
+    """The first and the last token of each window, and the last token predicted before it."""
     start = done = 0
     while done < count - 1:
         end = min(start + step, count - 1)
@@ -135,7 +135,7 @@ def windowed(model: Any, text: Any, context: Any) -> tuple[np.ndarray, np.ndarra
 
     `model` may be the header of a file, to check arguments before weights are read.
 
-    **Raises:** what `perplexity` raises for its text and its context.
+    **Raises:** the errors of `perplexity` for its text and its context.
     """
     most = model.config.context
     rule = f"the tokens of a window, an integer from 1 to {most}, or None"
@@ -143,7 +143,7 @@ def windowed(model: Any, text: Any, context: Any) -> tuple[np.ndarray, np.ndarra
     context = checks.integer("perplexity", "context", context, rule, most=most)
     if not is_single("perplexity", text):
         raise TypeError(
-            "perplexity: text is a batch, but it is one text, or its tokens; join them."
+            "perplexity: text is a batch, but it must be one text, or its tokens; join them."
         )
     tokens = np.asarray(encoded(model, text, "perplexity: the text"), np.int32)
     bos = getattr(model.tokenizer, "bos", None)
@@ -164,8 +164,12 @@ def windowed(model: Any, text: Any, context: Any) -> tuple[np.ndarray, np.ndarra
 
 @functools.partial(jax.jit, static_argnums=0)
 def _surprise(graphs: Any, weights: Any, tokens: Array, skipped: Array, count: Array) -> Array:
-    """Sums over the `count` tokens after the first of tokens (context + 1,), without the `skipped`
-    first ones of these: -log p by the first model, and its divergence from the second, or 0."""
+    """Sums over the predicted tokens of a window: -log p by the first model, and its divergence
+    from the second model, or 0.
+
+    `tokens` is (context + 1,). Predicted are the `count` tokens after the first, except the first
+    `skipped` of these.
+    """
     decoders = [nnx.merge(graph, state) for graph, state in zip(graphs, weights, strict=True)]
     context = len(tokens) - 1
     steps = jnp.arange(context, dtype=jnp.int32)

@@ -30,9 +30,9 @@ def plan(
 ) -> Plan:
     """Chooses a format for each matrix of the blocks of a model, within a number of bits.
 
-    The error of a matrix in a format is the Kullback-Leibler divergence from the float model that
-    it is expected to add (`docs/quantizers.md`). Matrices that one call multiplies by share a
-    format: queries, keys and values, and gate and up. Embedding and head are not in the plan.
+    The error of a matrix in a format is the expected increase of the Kullback-Leibler divergence
+    from the float model (`docs/quantizers.md`). Matrices of one call share a format: queries, keys
+    and values, and gate and up. Embedding and head are not in the plan.
 
     **Arguments:**
 
@@ -48,7 +48,7 @@ def plan(
     **Returns:** a plan, as `jaxlowbit.quantizers.mixed` does. `load` takes its `rules`, which can
     be edited.
 
-    **Raises:** what `load` raises for a path and a calibration; `ValueError` for fewer bits
+    **Raises:** the errors of `load` for a path and a calibration; `ValueError` for fewer bits
     than the smallest formats take, and for a model with mixtures of experts.
 
     ```py

@@ -25,9 +25,9 @@ def add_plan(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument("--samples", type=int, default=8, metavar="N", help=samples)
     choices = f"to choose from ({' '.join(FORMATS)})"
     parser.add_argument("--formats", nargs="+", default=FORMATS, metavar="FORMAT", help=choices)
-    rounds = "what rounds matrices to measure errors (%(default)s)"
+    rounds = "rounds matrices to measure errors (%(default)s)"
     parser.add_argument("--quantizer", default="mse", metavar="NAME", help=rounds)
-    output = "the JSON file, which --format of other commands takes"
+    output = "the JSON file to write, for --format of other commands"
     parser.add_argument("--output", metavar="FILE", help=output)
     parser.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
     return as_command(_plan)

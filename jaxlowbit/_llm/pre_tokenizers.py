@@ -1,8 +1,8 @@
 """Pre-tokenizers of byte-level BPE, by the names of `tokenizer.ggml.pre` in GGUF files.
 
-Names and flags come from llama.cpp (`llama-vocab.cpp`). If llama.cpp only approximates the
-expression of the original `tokenizer.json`, this table has the original. Four names are missing
-because their tokens are not byte-level: gemma4, granite-embed-multi-311m, sarvam-moe, whitespace.
+Names and flags come from llama.cpp (`llama-vocab.cpp`). This table has the expression of the
+original `tokenizer.json` if llama.cpp only approximates it. Four names are missing because their
+tokens are not byte-level: gemma4, granite-embed-multi-311m, sarvam-moe, whitespace.
 """
 
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -193,13 +193,13 @@ _TABLE: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 
 SPLITS = {name: splits for names, splits in _TABLE for name in names.split()}
-"""Expressions by name. Each one cuts the pieces that the expressions before it leave."""
+"""Expressions by name. Each expression splits the pieces that the previous ones leave."""
 
 WHOLE_WORDS = frozenset(
     [*_LLAMA3_NAMES.split(), "tekken", "minicpm5", "youtu", "granite-embed-multi-97m"]
 )
-"""Pre-tokenizers whose words are not merged from parts if the whole word is a token."""
+"""Pre-tokenizers that do not merge a word from parts if the whole word is a token."""
 BEGIN = frozenset([*_LLAMA3_NAMES.split(), "tekken", "chameleon"])
-"""Pre-tokenizers whose texts begin with bos unless the file says otherwise."""
+"""Pre-tokenizers whose texts begin with bos by default."""
 COMPOSED = frozenset({"qwen2", "deepseek-r1-qwen", "qwen35", "f2llmv2"})
 """Pre-tokenizers of Qwen, whose texts are in Unicode's normal form C."""

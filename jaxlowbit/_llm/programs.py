@@ -1,8 +1,8 @@
-"""Programs that read prompts and draw tokens, and the loop on the host that calls them.
+"""Programs that read prompts and sample tokens, and the host loop that calls them.
 
-A prompt is written to the cache in chunks. Then one program draws several tokens in a loop on the
-device, and the host gets them together. Shapes come in buckets: the number of cache slots and the
-size of a chunk are powers of two, so that another prompt, and another token, compile nothing.
+A prompt is written to the cache in chunks. Then one program samples several tokens in a loop on the
+device, and the host gets them together. The number of cache slots and the size of a chunk are
+powers of two, so other prompts and further tokens do not recompile.
 """
 
 import functools
@@ -22,24 +22,24 @@ from .language_model import LanguageModel
 from .sampling import NOT_A_NUMBER, Counts, Sampling, checked, random_key, sample
 from .schema import Masks
 
-LARGEST_CHUNK = 512  # tokens of a prompt that one call takes
+LARGEST_CHUNK = 512  # maximum tokens of a prompt per call
 SMALLEST_CHUNK = 16
-_TOKENS = 32  # that one call draws at most
-_GPU_STRIDE = 8  # tokens that are drawn before the host reads the state; divides _TOKENS
-_PATIENCE = 0.1  # seconds; with `growing`, a longer call is followed by one of the same size
+_TOKENS = 32  # maximum sampled tokens per call
+_GPU_STRIDE = 8  # tokens sampled before the host reads the state; divides _TOKENS
+_PATIENCE = 0.1  # seconds; with `growing`, a call that takes longer stops the growth
 
 _EOS, _LENGTH = -1, -2
 FINISHES = {_EOS: "eos", _LENGTH: "length", NOT_A_NUMBER: "nan"}
-"""Why a sequence ended, by the first of its tokens that is negative."""
+"""The reason why a sequence ended, by its first negative token."""
 
 
 class Drawn(NamedTuple):
-    """Tokens that were drawn, and log-probabilities for them or None.
+    """Sampled tokens, and log-probabilities or None.
 
-    - `tokens`: int32 (batch, n). The first after the end of a sequence is a key of `FINISHES`; the
-      ones after it are negative.
+    - `tokens`: int32 (batch, n). The first one after the end of a sequence is a key of `FINISHES`;
+      later ones are negative.
     - `logprobs`: float32 (batch, n), of these tokens.
-    - `top_tokens`, `top_logprobs`: (batch, n, k), of the k most likely tokens.
+    - `top_tokens`, `top_logprobs`: (batch, n, k), the k tokens with the highest probability.
     """
 
     tokens: Any
@@ -71,10 +71,10 @@ class State(NamedTuple):
 
 
 class Kept:
-    """The cache of a run, and the tokens that it contains: token i in slot i, at position i.
+    """The cache of a run, and the tokens in it: token i is in slot i, at position i.
 
-    Another run with it reads only the tokens after the prefix that its prompt shares. After a run
-    with several sequences it must not be used again.
+    Another run with it reads only the tokens after the shared prefix of its prompt. It must not be
+    used after a run with several sequences.
     """
 
     def __init__(self) -> None:
@@ -86,9 +86,10 @@ class Kept:
         return 0 if self.cache is None else self.cache.slots
 
     def shared(self, prompt: list[int]) -> int:
-        """How many tokens of a prompt need not be read again; its last token is always read."""
+        """The number of tokens of a prompt that need not be read again; its last token is always
+        read."""
         leaves = jax.tree.leaves(self.cache)
-        # A call that was interrupted may have donated the cache.
+        # An interrupted call may have donated the cache.
         if not leaves or any(leaf.is_deleted() for leaf in leaves):
             self.cache, self.tokens = None, []
         pairs = zip(self.tokens, prompt[:-1], strict=False)
@@ -121,13 +122,13 @@ def run(
     endless: bool = False,
     caller: str = "generate",
 ) -> Iterator[Drawn]:
-    """Yields groups of tokens, first an empty one after the prompts are read.
+    """Yields groups of tokens; the first one is empty and follows the reading of the prompts.
 
-    The batch contains `n` sequences of each prompt, one after the other. Each ends by `config.eos`,
-    unless `endless`, by `max_new_tokens`, and by the context; the loop ends with the last of them.
-    With `kept`, for one prompt, only the tokens after a prefix that it contains are read. With
-    `masks`, groups are one token. With `growing`, the first group is one token, on a GPU 8, and
-    groups double while they take less than 0.1 s.
+    The batch contains `n` sequences of each prompt, one after the other. A sequence ends by
+    `config.eos` (unless `endless`), by `max_new_tokens`, or at the end of the context; the loop
+    ends with the last one. With `kept`, for one prompt, only the tokens after its prefix are read.
+    With `masks`, groups are one token. With `growing`, the first group is one token, on a GPU 8,
+    and groups double while they take less than 0.1 s.
     """
     division = model.decoder.division
     if division is not None:
@@ -162,7 +163,7 @@ def run(
     stride = 1 if masks is not None else _stride(model)
     draw = functools.partial(decode, *nnx.split(model.decoder))
     key, size = random_key(seed), stride
-    count = 0  # drawing nothing compiles the loop, so that whoever measures time starts after that
+    count = 0  # sampling nothing compiles the loop, so that a caller can start measuring after that
     while True:
         began = time.perf_counter()
         if masks is not None and count > 0:
@@ -199,8 +200,8 @@ def _read(
     model: LanguageModel, prompts: list[list[int]], kept: Kept, start: int, slots: int
 ) -> Array:
     """Reads prompts from token `start` on into `kept`; the logits after their last tokens."""
-    # Prompts end together: shorter ones have padding in front, at no position. The first chunk has
-    # padding at its end, which the next one overwrites.
+    # Prompts end together: shorter ones are padded at the front, at no position. The first chunk is
+    # padded at its end, which the next one overwrites.
     longest = max(map(len, prompts))
     tokens = np.zeros((len(prompts), longest), np.int32)
     positions = np.full(tokens.shape, -1, np.int32)
@@ -222,7 +223,7 @@ def _read(
         padding = (0, 0), (0, size - count)
         chunk = np.pad(tokens[:, at : at + count], padding)
         placed = np.pad(positions[:, at : at + count], padding, constant_values=-1)
-        # After a prefix that was kept, one program for all lengths of it.
+        # After a shared prefix, one program serves all of its lengths.
         reach = slots if start > 0 else min(slots, 1 << int(at + size - 1).bit_length())
         logits, kept.cache = prefill(
             graph, weights, kept.cache, chunk, placed, np.int32(count), reach
@@ -245,7 +246,7 @@ def _state(
     cache: Any = kept.cache
     if n > 1:
         cache, logits = repeated(cache, logits, n)
-    # On the devices that `decode` leaves them on, so that the first call is not another program.
+    # On the devices that `decode` leaves them on, so that the first call needs no other program.
     return State(
         cache,
         logits,
@@ -294,7 +295,7 @@ def decode(
     logprobs: int | None = None,
     stride: int = 1,
 ) -> tuple[Drawn, State]:
-    """Draws `count` tokens of up to 32, a multiple of `stride`, with `logprobs` most likely ones
+    """Samples `count` tokens, up to 32 and a multiple of `stride`, with the `logprobs` top tokens
     for each.
 
     The loop checks every `stride` steps whether all sequences have ended: on a GPU the host waits

@@ -1,4 +1,4 @@
-"""Prompts of callers, text, chats or tokens, as checked lists of tokens."""
+"""Checks prompts (texts, chats or tokens), and converts them to lists of tokens."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ Prompt = str | Sequence[int] | Sequence[dict[str, str]]
 
 
 def is_single(caller: str, prompt: Any) -> bool:
-    """Whether this is one prompt: a text, tokens, or a chat; otherwise it is several.
+    """Whether this is one prompt (a text, tokens or a chat) and not a batch.
 
     **Raises:** `TypeError` for other objects.
     """
@@ -25,7 +25,7 @@ def is_single(caller: str, prompt: Any) -> bool:
         several = str | list | tuple | range | np.ndarray | Array
         return len(prompt) == 0 or not isinstance(prompt[0], several)
     raise TypeError(
-        f"{caller}: prompt is {checks.brief(prompt)}, but it is a text, a list of messages "
+        f"{caller}: prompt is {checks.brief(prompt)}, but it must be a text, a list of messages "
         '{"role": "user", "content": text}, a list of tokens, or a list of these.'
     )
 
@@ -38,7 +38,7 @@ def batch(
 ) -> list[list[int]]:
     """The tokens of every prompt.
 
-    **Raises:** what `encoded` raises, and `ValueError` for a prompt that fills the context.
+    **Raises:** the errors of `encoded`, and `ValueError` for a prompt that fills the context.
     """
     found = []
     for i, prompt in enumerate(prompts):
@@ -46,7 +46,7 @@ def batch(
         tokens = encoded(model, prompt, f"{caller}: {name}", template_options)
         if len(tokens) >= model.config.context:
             raise ValueError(
-                f"{caller}: {name} has {len(tokens)} tokens, but the context holds "
+                f"{caller}: {name} has {len(tokens)} tokens, but the context has "
                 f"{model.config.context} with what is generated; shorten it."
             )
         found.append(tokens)
@@ -100,7 +100,7 @@ def encoded(
 
 
 def _named(model: LanguageModel, token: int) -> str:
-    """A token with its text, if it has one."""
+    """A token with its text, if it has any."""
     tokenizer = model.tokenizer if token >= 0 else None
     text = "" if tokenizer is None else tokenizer.decode([token], special=True)
     return f"token {token}" + (f" ({text!r})" if text else "")

@@ -1,4 +1,4 @@
-"""Random weights, packed from the start or floats: models of any size, to measure and to test."""
+"""Random weights, packed or floats: models of any size, for measurements and tests."""
 
 import math
 from typing import Any
@@ -33,9 +33,9 @@ def random_weights(
     """Weights for `Decoder`: matrices of random packed words, norms of ones, biases and sinks of
     zeros, routers of random floats.
 
-    Scales are such that a product keeps the magnitude of its input. No matrix of floats is made,
-    unless `format` is None: then all are. With a mesh, each weight is put on its devices before the
-    next is made.
+    Scales are such that a product preserves the magnitude of its input. No float matrix is made
+    unless `format` is None. With a mesh, each weight is placed on its devices before the next one
+    is made.
     """
     shapes = config.shapes()
     formats = dict.fromkeys(shapes, format)

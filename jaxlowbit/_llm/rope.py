@@ -1,4 +1,4 @@
-"""Rotary position embeddings: pairs of a head's elements turn by angles that grow with the
+"""Rotary position embeddings: pairs of elements of a head rotate by angles proportional to the
 position."""
 
 import jax.numpy as jnp
@@ -13,8 +13,8 @@ def rotation(
 ) -> tuple[Array, Array]:
     """Cosines and sines, float32 (..., 1, rotated_size / 2), of positions (...).
 
-    `local` is for the layers with a sliding window, which may turn at other frequencies; `long`
-    selects the long factors of longrope.
+    `local`: for layers with a sliding window, which may have other frequencies. `long`: by the long
+    factors of longrope.
     """
     frequencies = config.rope_frequencies(local=local, long=long)
     frequencies = frequencies.reshape(*[1] * (positions.ndim + 1), -1)
@@ -25,7 +25,7 @@ def rotation(
 
 
 def identity(positions: Array, head_size: int) -> tuple[Array, Array]:
-    """Cosines and sines as of `rotation` that leave whole heads as they are."""
+    """Cosines and sines as from `rotation` that do not change heads."""
     cos = jnp.ones((*positions.shape, 1, head_size // 2), jnp.float32)
     return cos, jnp.zeros_like(cos)
 
@@ -48,8 +48,8 @@ def order(rows: int, head_size: int) -> np.ndarray:
 def rotate(x: Array, rotation: tuple[Array, Array], pairs: str) -> Array:
     """Rotates the pairs of x (..., heads, head_size), in float32, rounded to the dtype of x.
 
-    A pair is two `"neighbours"`, 2i and 2i + 1, or the elements i of both `"halves"`, of the
-    elements that the rotation has cosines for; the others stay.
+    A pair is two `"neighbours"`, 2i and 2i + 1, or element i of both `"halves"`, among the elements
+    that have cosines in `rotation`; the others do not change.
     """
     cos, sin = rotation
     if (size := 2 * cos.shape[-1]) < x.shape[-1]:

@@ -1,9 +1,9 @@
-"""The rotation of a config.json, wherever versions of transformers write its entries.
+"""Reads the rotation from a config.json of any version of transformers.
 
 Version 4 writes `rope_theta`, `rope_scaling` and, for Gemma 3, `rope_local_base_freq`. Version 5
-writes `rope_parameters`, flat or for each kind of layer, and reads both. As there, `rope_scaling`
-goes before `rope_parameters`, and an entry of these objects before the same entry of the file,
-except `original_max_position_embeddings`.
+writes `rope_parameters`, flat or for each kind of layer, and reads both. As in transformers,
+`rope_scaling` takes precedence over `rope_parameters`, and an entry of these objects over the same
+entry of the file, except `original_max_position_embeddings`.
 """
 
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ class _Rotation(NamedTuple):
 def rotation_of(
     known: Fields, entry: Architecture, names: HuggingFace, head_size: int, local: bool
 ) -> tuple[dict[str, Any], list[str]]:
-    """Fields of a `Config`, and sentences on entries that are left out.
+    """Fields of a `Config`, and sentences on entries that are not used.
 
     **Arguments:** `local`: whether any layer has a window.
 
@@ -44,7 +44,7 @@ def rotation_of(
         if parameters and not _nested(parameters):
             raise ValueError(
                 f"'rope_parameters' has no entry {' or '.join(_KINDS)}, but the two kinds of "
-                "layers of this architecture turn differently; correct config.json."
+                "layers of this architecture have different rotations; correct config.json."
             )
         full = (parameters.get(_KINDS[0]) or {}) | scaling
         sliding = parameters.get(_KINDS[1]) or {}
@@ -61,8 +61,8 @@ def rotation_of(
         sliding_base = base
     if unknown := [kind for kind in parameters if _nested(parameters) and kind not in _KINDS]:
         raise ValueError(
-            f"'rope_parameters' has the entry {unknown[0]!r} beside {' and '.join(_KINDS)}; "
-            "correct config.json."
+            f"'rope_parameters' has the entry {unknown[0]!r}, which must be one of "
+            f"{' and '.join(_KINDS)}; correct config.json."
         )
     found, sentences = _rotation(known, names, full, base)
     fields: dict[str, Any] = {
@@ -77,8 +77,8 @@ def rotation_of(
         sentences += more
         if other != found and other.scaling is not None:
             raise ValueError(
-                "the rotation of layers with a window is scaled otherwise than that of the "
-                "others, but the decoder here scales only global layers; use another model."
+                "the rotations of layers with and without a window are scaled differently, but "
+                "the decoder here scales only global layers; use another model."
             )
         if other != found:
             fields["local_rope_base"] = other.base
@@ -109,7 +109,7 @@ def _rotation(
     temperature = None
     if "llama_4_scaling_beta" in names.reads:
         beta = entries.get("llama_4_scaling_beta", "a number")
-        entries.read.add("max_position_embeddings")  # a copy of the entry of the file
+        entries.read.add("max_position_embeddings")  # a copy of the file's entry
         temperature = (beta, entries.need(_ORIGINAL, "an integer")) if beta else None
     rotation = _Rotation(base, scaling, part, temperature)
     unread = {
@@ -131,7 +131,7 @@ def _scaling(kind: str, entries: Fields, known: Fields) -> RopeScaling | None:
         known.read.add(_ORIGINAL)
         return None
     context = known.need("max_position_embeddings", "an integer")
-    if kind == "dynamic":  # changes nothing up to that context, the longest here
+    if kind == "dynamic":  # no effect up to that context, the maximum here
         entries.need("factor", "a number")
         return None
     if kind == "linear":
@@ -150,7 +150,7 @@ def _scaling(kind: str, entries: Fields, known: Fields) -> RopeScaling | None:
         mscale = entries.get("mscale", "a number")
         all_dim = entries.get("mscale_all_dim", "a number")
         ratio = bool(mscale and all_dim)
-        if not ratio:  # transformers leaves out one without the other
+        if not ratio:  # transformers ignores one without the other
             entries.read.difference_update({"mscale", "mscale_all_dim"})
         return RopeScaling(
             "yarn",
@@ -167,7 +167,7 @@ def _scaling(kind: str, entries: Fields, known: Fields) -> RopeScaling | None:
         factor = entries.get("factor", "a number", context / original if original else 0)
         return RopeScaling(
             "longrope",
-            max(factor, 1.0),  # smaller ones turn the factor of sines and cosines off
+            max(factor, 1.0),  # smaller ones turn off the factor of sines and cosines
             original,
             attention_factor=entries.get("attention_factor", "a number"),
             factors=tuple(entries.need("short_factor", "a list")),

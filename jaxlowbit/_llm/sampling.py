@@ -1,4 +1,4 @@
-"""Choice of the next token: penalties, temperature, and which tokens may be drawn."""
+"""Sampling of the next token: penalties, temperature, and the tokens that may be sampled."""
 
 import math
 import numbers
@@ -21,8 +21,8 @@ _FLOAT32 = np.finfo(np.float32)
 
 
 class Sampling(NamedTuple):
-    """How tokens are drawn. The compiled program omits each step that is None; other values are
-    arrays, so that another temperature compiles nothing."""
+    """Options of sampling. The compiled program omits each step that is None; other values are
+    arrays, so another temperature does not recompile."""
 
     temperature: Array | None = None
     top_k: Array | None = None
@@ -44,7 +44,7 @@ class Sampling(NamedTuple):
         presence_penalty: Any = None,
         frequency_penalty: Any = None,
     ) -> "Sampling":
-        """Checks the options as float32 represents them: a temperature that rounds to 0 is 0.
+        """Checks the options as float32: a temperature that rounds to 0 is 0.
 
         **Raises:** `TypeError` for other types, `ValueError` for values out of range.
         """
@@ -75,7 +75,7 @@ class Sampling(NamedTuple):
         return cls(
             jnp.float32(temperature),
             None if top_k is None else jnp.int32(top_k),
-            # Above 0, since a sum of 0 would be enough without a single token.
+            # Above 0, since a sum of 0 would be reached without any token.
             None if top_p in (None, 1) else jnp.float32(max(top_p, _FLOAT32.tiny)),
             jnp.float32(math.log(min_p)) if min_p else None,
             **penalties,
@@ -92,23 +92,23 @@ def _float32(
     above: float = -math.inf,
     most: float = math.inf,
 ) -> np.float32:
-    """A finite number as float32. The limits apply before it is rounded."""
+    """Returns a finite number as float32. The limits apply before rounding."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{caller}: {name} is {checks.brief(value)}, but it is {rule}.")
+        raise TypeError(f"{caller}: {name} is {checks.brief(value)}, but it must be {rule}.")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     within = least <= number <= most and (above == -math.inf or number > above)
     if not within or not abs(number) <= float(_FLOAT32.max):
-        raise ValueError(f"{caller}: {name} is {checks.brief(value)}, but it is {rule}.")
+        raise ValueError(f"{caller}: {name} is {checks.brief(value)}, but it must be {rule}.")
     return np.float32(number)
 
 
 def random_key(seed: int) -> Array:
-    """The key of a seed of 64 bits, with and without `jax_enable_x64`.
+    """The key of a 64-bit seed, with and without `jax_enable_x64`.
 
-    `jax.random.key` takes the low 32 bits if 64-bit types are off, so the high ones are folded in.
+    `jax.random.key` uses only the low 32 bits if 64-bit types are off, so fold in the high ones.
     """
     high, low = divmod(seed % 2**64, 2**32)
     key = jax.random.key(np.uint32(low))
@@ -116,9 +116,9 @@ def random_key(seed: int) -> Array:
 
 
 class Counts(NamedTuple):
-    """Tokens of each sequence so far, for penalties.
+    """The tokens of each sequence so far, for penalties.
 
-    - `drawn`: how many times each token was generated, int32 (batch, vocabulary).
+    - `drawn`: the number of times each token was generated, int32 (batch, vocabulary).
     - `prompt`: whether the prompt contains it, bool (batch, vocabulary), for the repetition
       penalty; else None.
     """
@@ -142,7 +142,8 @@ class Counts(NamedTuple):
         return cls(jnp.zeros(shape, jnp.int32), jnp.asarray(prompt) if repetition else None)
 
     def add(self, tokens: Array) -> "Counts":
-        """The counts with one more token (batch,) of each sequence; negative ones are none."""
+        """The counts after one more token (batch,) of each sequence; negative tokens are
+        ignored."""
         rows = jnp.arange(len(tokens), dtype=jnp.int32)
         more = (tokens >= 0).astype(jnp.int32)
         return self._replace(drawn=self.drawn.at[rows, jnp.maximum(tokens, 0)].add(more))
@@ -151,9 +152,9 @@ class Counts(NamedTuple):
 def sample(logits: Array, keys: Array, sampling: Sampling, counts: Counts | None = None) -> Array:
     """The next token of each sequence, int32 (batch,); `NOT_A_NUMBER` if its logits contain NaN.
 
-    The steps, in order: penalties change the logits; the temperature divides them; `top_k`, `top_p`
-    and `min_p` remove the least likely tokens; one of the rest is drawn. Tokens of equal logits
-    stay together.
+    In order: penalties change the logits; the temperature divides them; `top_k`, `top_p` and
+    `min_p` remove tokens with small logits; one of the rest is sampled. Tokens with equal logits
+    are kept or removed together.
 
     **Arguments:**
 
@@ -164,7 +165,7 @@ def sample(logits: Array, keys: Array, sampling: Sampling, counts: Counts | None
     if counts is not None:
         logits = _penalized(logits, sampling, counts)
     if sampling.temperature is not None:
-        # The difference is 0 or less, so no temperature makes it overflow to +inf.
+        # The difference is not positive, so it cannot overflow to +inf at any temperature.
         logits = (logits - logits.max(axis=-1, keepdims=True)) / sampling.temperature
         if (top_k := sampling.top_k) is not None:
             logits = _largest(logits, lambda kept: kept.sum(-1, dtype=jnp.int32) >= top_k)
@@ -205,9 +206,9 @@ def _penalized(logits: Array, sampling: Sampling, counts: Counts) -> Array:
 
 
 def _largest(logits: Array, enough: Callable[[Array], Array]) -> Array:
-    """Logits without those below the largest threshold that keeps `enough`.
+    """Removes the logits below the largest threshold that leaves `enough`.
 
-    The threshold is found bit by bit, which reads the logits 32 times; a sort takes longer.
+    The threshold is found bit by bit, reading the logits 32 times, which is faster than sorting.
     """
     bits = lax.bitcast_convert_type(logits, jnp.uint32)
     order = jnp.where(logits < 0, ~bits, bits | jnp.uint32(1 << 31))  # ascends with the logits

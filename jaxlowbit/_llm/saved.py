@@ -44,7 +44,7 @@ _FILES = (
     "additional_chat_templates",
     "generation_config.json",
 )
-"""Files of a Hugging Face folder that a tokenizer and generation are read from."""
+"""Files of a Hugging Face folder with its tokenizer and settings of generation."""
 _LISTS = {
     "qkv": ("q", "k", "v"),
     "biases": ("q_bias", "k_bias", "v_bias"),
@@ -74,7 +74,7 @@ def write_model(
 
 
 def weights_of(decoder: Decoder) -> tuple[Config, dict[str, Any]]:
-    """The configuration, without an offset of norms, and the weights, whose norms include it."""
+    """The configuration without an offset of norms, and the weights, whose norms include it."""
     config = decoder.config
     found = {}
     for name, shape in config.shapes().items():
@@ -116,7 +116,7 @@ def _weight(decoder: Decoder, name: str) -> Any:
 
 
 def _without_padding(weight: Any, n: int) -> Any:
-    """The first n columns of a vocabulary that devices of a mesh have in whole atoms each."""
+    """Removes the padding of a sharded vocabulary: its first n columns."""
     if isinstance(weight, LowRank):
         base = _without_padding(weight.base, n)
         return dataclasses.replace(weight, base=base, b=weight.b[:, :n])
@@ -133,10 +133,10 @@ def _without_padding(weight: Any, n: int) -> Any:
 
 
 def source_of(caller: str, tokenizer: Any) -> Path | None:
-    """The file or folder of a tokenizer; None without a tokenizer.
+    """The file or folder that a tokenizer was loaded from; None without a tokenizer.
 
-    **Raises:** `ValueError` for a tokenizer that was not loaded from one; `FileNotFoundError` if it
-    is gone.
+    **Raises:** `ValueError` for a tokenizer that was not loaded from a file; `FileNotFoundError` if
+    that no longer exists.
     """
     if tokenizer is None:
         return None
@@ -175,7 +175,7 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
 
 
 class Model(NamedTuple):
-    """A folder of `save` whose headers are checked, with its memory-mapped weights by name."""
+    """A folder written by `save`, with checked headers and memory-mapped weights by name."""
 
     config: Config
     saved: Saved
@@ -193,10 +193,10 @@ def is_model(path: Path) -> bool:
 
 
 def read_model(path: Path) -> Model:
-    """Reads and checks a folder of `write_model` except the numbers of its weights.
+    """Reads and checks a folder of `write_model`, except the elements of its weights.
 
-    **Raises:** `ValueError` for files that are missing or damaged, and for weights that do not fit
-    the configuration.
+    **Raises:** `ValueError` for missing or damaged files, and for weights that do not match the
+    configuration.
     """
     config = _config_of(path / "config.json")
     saved = read_saved(path)
@@ -218,7 +218,7 @@ def read_model(path: Path) -> Model:
 
 
 def rows(leaf: Any, start: int, stop: int) -> np.ndarray:
-    """The float32 rows (count, k) of a weight (k, n) from one up to another."""
+    """The float32 rows `start` to `stop` - 1 of a weight (k, n)."""
     if isinstance(leaf, QuantizedArray):
         columns = jnp.arange(start, stop, dtype=jnp.int32)
         return np.asarray(take_columns(jax.tree.map(jnp.asarray, leaf), columns, jnp.float32))
@@ -254,7 +254,7 @@ def _config_of(path: Path) -> Config:
 
 
 def _value(value: Any) -> Any:
-    """A field of a `Config` from JSON, which has lists for tuples and objects for dataclasses."""
+    """Converts a field of a `Config` from JSON: lists to tuples, objects to dataclasses."""
     if isinstance(value, Mapping):
         return RopeScaling(**{name: _value(x) for name, x in value.items()})
     return tuple(map(_value, value)) if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""Replies by a JSON schema: llguidance computes the tokens that may come next.
+"""Replies that match a JSON schema: llguidance computes the allowed next tokens.
 
 Source: https://github.com/guidance-ai/llguidance, `docs/json_schema.md`.
 """
@@ -40,7 +40,8 @@ class Schema:
         """
         if not isinstance(schema, Mapping):
             raise TypeError(
-                f"{caller}: schema is {checks.brief(schema)}, but it is a mapping, a JSON schema "
+                f"{caller}: schema is {checks.brief(schema)}, but it must be a mapping, a JSON "
+                "schema "
                 'such as {"type": "object", "properties": {...}}.'
             )
         if not hasattr(model.tokenizer, "token_bytes"):
@@ -56,31 +57,33 @@ class Schema:
         try:
             grammar = matcher.grammar_from_json_schema(json.dumps(dict(schema)))
             error = matcher.validate_grammar(grammar, tokenizer)
-        except (TypeError, ValueError) as raised:  # of values that JSON lacks
+        except (TypeError, ValueError) as raised:  # for values that JSON lacks
             error = str(raised)
         if error:
             text = " ".join(error.split())
-            raise ValueError(f"{caller}: llguidance does not take the schema: {text}; change it.")
+            raise ValueError(
+                f"{caller}: llguidance does not support the schema: {text}; change it."
+            )
         return cls(tokenizer, grammar, caller)
 
     def masks(self, batch: int) -> "Masks":
-        """The masks of so many sequences, before their first tokens."""
+        """The masks of `batch` sequences, before their first tokens."""
         matcher = _package().LLMatcher
         found = [matcher(self._tokenizer, self._grammar) for _ in range(batch)]
         return Masks(found, self._caller)
 
 
 class Masks:
-    """The tokens that may come next in each sequence of a batch."""
+    """The allowed next tokens of each sequence of a batch."""
 
     def __init__(self, matchers: list[Any], caller: str):
         self._matchers: list[Any] = matchers
         self._caller = caller
 
     def apply(self, logits: Array) -> Array:
-        """The logits (batch, vocabulary) with -inf for tokens that may not come next.
+        """The logits (batch, vocabulary) with -inf for tokens that are not allowed.
 
-        Sequences that have ended have no such tokens.
+        For sequences that have ended, all tokens are allowed.
         """
         words: list[Any] = [
             None if matcher is None else np.frombuffer(matcher.compute_bitmask(), np.uint32)
@@ -114,7 +117,7 @@ def _masked(logits: Array, words: Array) -> Array:
 
 
 class _Vocabulary:
-    """A tokenizer as llguidance takes it."""
+    """A tokenizer with the interface that llguidance needs."""
 
     def __init__(self, tokenizer: Any, count: int, eos: tuple[int, ...]):
         pieces = tokenizer.token_bytes()[:count]

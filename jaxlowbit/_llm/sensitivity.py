@@ -1,4 +1,4 @@
-"""The divergence that each matrix of a language model adds in each format.
+"""The increase of divergence by each matrix of a language model in each format.
 
 Quantization changes the outputs y of a matrix by dy = x E, E the rounding error of the weight. The
 Kullback-Leibler divergence from the float model is, to second order, half the mean square of
@@ -36,9 +36,9 @@ from ..quantizers._quantize import quantize
 from .calibration import Source, embedded, forward, like
 from .config import Config
 
-# The matrices of a block. One call multiplies by a unit if its matrices share a format.
+# The matrices of a block. The matrices of a unit are one call if they share a format.
 UNITS = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
-_ROWS = 64  # logits of so many tokens exist at the same time
+_ROWS = 64  # maximum number of tokens whose logits exist at the same time
 
 
 class Unit(NamedTuple):

@@ -14,16 +14,15 @@ from .prompts import Prompt, is_single
 
 
 class Session:
-    """Generates as `generate` and `stream` do, and keeps the cache for the next call.
+    """Generates like `generate` and `stream`, and reuses the cache in the next call.
 
     A call reads only the tokens after the longest prefix that its prompt shares with the prompt and
-    the generated tokens of the call before. A chat therefore reads only the new messages of each
-    turn. Results equal the results of `generate`, except for the rounding of sums that are added
-    in another order.
+    the generated tokens of the previous call. A chat therefore reads only the new messages of each
+    turn. Results equal `generate`'s up to the rounding of sums in another order.
 
     The cache grows with the conversation, in powers of two up to the context. A call that raises,
     and a stream that is closed or interrupted, leave the session usable. A session runs one
-    generation at a time: another call closes the stream before it.
+    generation at a time: a new call closes the previous stream.
 
     **Arguments:**
 
@@ -50,13 +49,14 @@ class Session:
 
         **Arguments:**
 
-        - `prompt`: as for `generate`, but no batch. A chat contains all its messages, old and new.
+        - `prompt`: as for `generate`, but not a batch. A chat contains all its messages, old and
+          new.
         - `options`: the other arguments of `generate`.
 
-        **Returns:** what `generate` returns.
+        **Returns:** the result of `generate`.
 
-        **Raises:** what `generate` raises, before the session changes, and `ValueError` for a
-        batch. A conversation that fills the context raises; drop its oldest messages then.
+        **Raises:** the errors of `generate`, before the session changes, and `ValueError` for a
+        batch. If a conversation fills the context, remove its oldest messages.
         """
         self._close()
         if not is_single("Session.generate", prompt):
@@ -68,17 +68,17 @@ class Session:
         return generated(Request.of("Session.generate", self.model, **options), prompt, self._kept)
 
     def stream(self, prompt: Prompt, **options: Any) -> Generator[Any, None, Generation]:
-        """Generates after one prompt, and yields the text as it comes.
+        """Generates after one prompt, and yields the text as it is generated.
 
         **Arguments:**
 
         - `prompt`: as for `stream`. A chat contains all its messages, old and new.
         - `options`: the other arguments of `stream`.
 
-        **Returns:** what `stream` returns.
+        **Returns:** the result of `stream`.
 
-        **Raises:** what `stream` raises, before the session changes. A conversation that fills the
-        context raises; drop its oldest messages then.
+        **Raises:** the errors of `stream`, before the session changes. If a conversation fills the
+        context, remove its oldest messages.
         """
         self._close()
         options = _with_defaults("Session.stream", stream, options)
@@ -96,13 +96,13 @@ class Session:
         - `path`: the file, in safetensors.
         - `overwrite`: whether to replace a file that exists.
 
-        **Raises:** `TypeError` for arguments that are none of these; `ValueError` for a `path` that
+        **Raises:** `TypeError` for other arguments; `ValueError` for a `path` that
         exists, and for a session that has not generated yet.
         """
         self._save(path, overwrite)
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Replaces the cache by that of a file of `save`: the next call reads only tokens after it.
+        """Replaces the cache by one that `save` wrote: the next call reads only later tokens.
 
         The model may be on another number of devices than before.
 
@@ -131,7 +131,7 @@ class Session:
         return found.notes
 
     def _close(self) -> None:
-        """Ends the stream before, so that nothing else changes the cache."""
+        """Closes the previous stream, so that nothing else changes the cache."""
         if self._running is not None:
             self._running.close()
             self._running = None
@@ -139,7 +139,9 @@ class Session:
 
 def _path(caller: str, path: Any) -> Path:
     if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"{caller}: path is {checks.brief(path)}, but it is the path of a file.")
+        raise TypeError(
+            f"{caller}: path is {checks.brief(path)}, but it must be the path of a file."
+        )
     return Path(path)
 
 

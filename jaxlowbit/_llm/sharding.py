@@ -1,12 +1,12 @@
-"""Tensor parallelism: a decoder divided over the devices of a mesh.
+"""Tensor parallelism: a decoder sharded over the devices of a mesh.
 
-A device has whole heads, an equal share of the hidden features of every MLP, and an equal share of
-the vocabulary. The weights of queries, keys, values, gate and up are divided along n. The output
-and down projections are divided along k, so their products are partial sums of the residual stream.
-In a mixture of experts a device has whole experts instead, and sums the choices of those.
-Two all-reduces in each block add these; in a decode step, kernels within its calls add them if
-possible (`Division.exchanging`). Embedding and head are divided along the vocabulary, the cache
-along its heads, and everything else is on every device.
+A device has some heads, an equal share of the hidden features of every MLP, and an equal share of
+the vocabulary. The weights of queries, keys, values, gate and up are sharded along n. The output
+and down projections are sharded along k, so their products are partial sums of the residual stream.
+In a mixture of experts, a device has some experts instead, and sums the choices of those. Two
+all-reduces per block add partial sums; in a decode step, kernels add them within the block's calls
+if possible (`Division.exchanging`). Embedding and head are sharded along the vocabulary, the cache
+along its heads, and everything else is replicated.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ _VECTORS = (
     *("q_bias", "k_bias", "v_bias", "biases", "gate_bias", "up_bias", "gate_up_bias"),
     *("q_all_norm", "k_all_norm", "sinks"),
 )
-# Of experts, which are divided along their axis.
+# Weights of experts, which are sharded along the axis of experts.
 _EXPERTS = (
     *("gate", "up", "gate_up", "down"),
     *("gate_bias", "up_bias", "gate_up_bias", "down_bias"),
@@ -63,7 +63,7 @@ class MatrixVariable(QuantizedVariable):
 
 @dataclasses.dataclass(frozen=True)
 class Division:
-    """The mesh with one axis of a divided decoder."""
+    """The mesh with one axis that a decoder is sharded over."""
 
     mesh: jax.sharding.Mesh
     experts: bool = False  # whether the decoder has experts
@@ -79,7 +79,8 @@ class Division:
         """
         if not isinstance(mesh, jax.sharding.Mesh):
             raise TypeError(
-                f"{caller}: mesh is {type(mesh).__name__}, but it is a jax.sharding.Mesh, such as "
+                f"{caller}: mesh is {type(mesh).__name__}, but it must be a jax.sharding.Mesh, "
+                "such as "
                 'jax.make_mesh((2,), ("model",)).'
             )
         if len(mesh.axis_names) != 1:
@@ -227,7 +228,7 @@ class Division:
         return functools.partial(self._mapped(local, specs, out_specs), state)
 
     def on_columns(self, function: Callable[[Array], Any], values: Array, out_specs: Any) -> Any:
-        """`function` of values (..., columns) of which every device sees its columns."""
+        """`function` of values (..., columns); every device sees its columns."""
         columns = jax.P(*[None] * (values.ndim - 1), self.axis)
         return self._mapped(function, (columns,), out_specs)(values)
 

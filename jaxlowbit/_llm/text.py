@@ -1,4 +1,4 @@
-"""Tokens to text as they come, up to the end of a turn or a stop string."""
+"""Converts tokens to text as they are generated, up to the end of a turn or a stop string."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ class Text:
     """The tokens and the text of one generation.
 
     `text` is None without a tokenizer. `finish` is None until the generation has ended: by a token
-    of `eos`, by a stop string, or since `close` was called for its length.
+    of `eos`, by a stop string, or by a call of `close`.
     """
 
     def __init__(self, tokenizer: Any, eos: Sequence[int], stops: Sequence[str]):
@@ -17,7 +17,7 @@ class Text:
         self.finish: str | None = None
         self._stream = None if tokenizer is None else tokenizer.decode_stream()
         self._eos, self._stops = frozenset(eos), tuple(stops)
-        self._taken = 0  # characters, or tokens, that `take` gave
+        self._taken = 0  # characters, or tokens, that `take` has returned
 
     def add(self, tokens: Iterable[int]) -> None:
         """Adds tokens up to the end; -1 is the end of a turn."""
@@ -38,7 +38,8 @@ class Text:
                 self._append(self._stream.finish())
 
     def take(self) -> Any:
-        """The text since the last call, or the tokens, except a possible start of a stop string."""
+        """The text (or tokens) since the last call, except a possible beginning of a stop
+        string."""
         whole: Any = self.tokens if self.text is None else self.text
         end = len(whole)
         if self.text is not None and self.finish is None:
@@ -55,6 +56,6 @@ class Text:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of the text that is a beginning of `stop`."""
+    """The length of the longest suffix of the text that is a prefix of `stop`."""
     sizes = range(min(len(stop) - 1, len(text)), 0, -1)
     return next((size for size in sizes if text.endswith(stop[:size])), 0)

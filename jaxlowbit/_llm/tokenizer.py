@@ -1,4 +1,4 @@
-"""`Tokenizer`: text to tokens and back, as a model file says."""
+"""`Tokenizer`: text to tokens and back, as defined by a model file."""
 
 import codecs
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,9 +15,9 @@ from .tokenizer_parts import Parts
 class Tokenizer:
     """Text to tokens and back, and conversations to tokens by the model's chat template.
 
-    Made by `from_gguf` or `from_folder`. `vocabulary` is the number of tokens, `bos` the token that
-    begins texts or None, `eos` the tokens that end texts and turns, `leading` the tokens that
-    `encode` puts in front of a text, `source` the GGUF file or the folder.
+    Made by `from_gguf` or `from_folder`. `vocabulary` is the number of tokens; `bos` the token that
+    begins texts, or None; `eos` the tokens that end texts and turns; `leading` the tokens that
+    `encode` puts before a text; `source` the GGUF file or the folder.
 
     ```python
     tokens = tokenizer.encode("Water boils at")
@@ -65,14 +65,14 @@ class Tokenizer:
         **Arguments:**
 
         - `text`: any string.
-        - `bos`: whether to add the tokens that begin and end texts. None follows the file. True
-          follows it too, and adds `bos` if the file puts no token in front of a text.
+        - `bos`: whether to add the tokens that begin and end texts. None: as the file defines.
+          True: also `bos`, if the file puts no token before a text.
         - `special`: whether the names of control tokens, such as `<|im_end|>`, become these tokens.
-          False reads them as text: for text that others wrote. None is True, unless the file says
+          False encodes them as text, for text from other people. None is True, unless the file says
           otherwise.
 
-        **Raises:** `ValueError` for `bos=True` if the model has no such token, and for text with
-        half of a surrogate pair, which is no character.
+        **Raises:** `ValueError` for `bos=True` if the model has no such token, and for text with an
+        unpaired surrogate.
         """
         if bos and self.bos is None:
             raise ValueError(
@@ -102,12 +102,12 @@ class Tokenizer:
             ) from None
 
     def decode(self, tokens: Iterable[int], *, special: bool = False) -> str:
-        """The text of tokens; bytes that are no UTF-8 become U+FFFD.
+        """The text of tokens; bytes that are not UTF-8 become U+FFFD.
 
-        A space that the tokenizer puts in front of texts is removed. Tokens beyond the vocabulary,
-        such as the padding rows of a model's table, have no text.
+        A space that the tokenizer puts before texts is removed. Tokens beyond the vocabulary, such
+        as the padding rows of a model's table, have no text.
 
-        **Arguments:** `special`: whether control tokens show their names, or nothing.
+        **Arguments:** `special`: whether control tokens become their names, or nothing.
 
         **Raises:** `ValueError` for a negative token.
         """
@@ -115,7 +115,7 @@ class Tokenizer:
         return text[1:] if self._space_prefix and text.startswith(" ") else text
 
     def decode_stream(self, *, special: bool = False) -> "DecodeStream":
-        """An object that turns tokens to text one by one, for text that continues another.
+        """An object that converts tokens to text one by one, for text that continues another.
 
         ```python
         stream = tokenizer.decode_stream()
@@ -136,24 +136,25 @@ class Tokenizer:
         *,
         template_options: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """The tokens of a conversation, by the template in the file.
+        """The tokens of a conversation, rendered with the template in the file.
 
-        The template runs in Jinja's sandbox. It writes the names of control tokens itself, also of
-        `bos`, so none is added; the same names in messages become tokens as well.
+        The template runs in Jinja's sandbox. It writes the names of control tokens itself,
+        including `bos`, so none is added. Names of control tokens in messages become tokens as
+        well.
 
         **Arguments:**
 
         - `messages`: mappings with `"role"` (`"system"`, `"user"`, `"assistant"`, `"tool"`) and
-          `"content"`, a text or a list of parts. Other entries, such as `"tool_calls"`, reach the
-          template as they are; entries that are None do not.
-        - `add_generation_prompt`: whether the beginning of the assistant's answer follows.
+          `"content"`, a text or a list of parts. Other entries, such as `"tool_calls"`, are passed
+          to the template, unless they are None.
+        - `add_generation_prompt`: whether to append the beginning of the assistant's answer.
         - `template_options`: variables for the template, by name, such as
           `{"enable_thinking": False}`. `"tools"` is a list of the JSON schemas of functions, and
           selects the template "tool_use" if the file has one; `"documents"` is a list of mappings.
 
         **Raises:** `TypeError` for options of another form; `ValueError` without a template, for
-        messages of another form, for an option that would replace another variable of the
-        template, and for errors in the template.
+        messages of another form, for an option that would replace another variable of the template,
+        and for errors in the template.
 
         ```python
         messages = [{"role": "user", "content": "What is the capital of France?"}]
@@ -186,44 +187,43 @@ class Tokenizer:
     def from_gguf(cls, file: File) -> "Tokenizer":
         """The tokenizer in the metadata of a GGUF file.
 
-        Two kinds of `tokenizer.ggml.model` are read: `"gpt2"` (byte-level BPE, with the
+        Two kinds of `tokenizer.ggml.model` are supported: `"gpt2"` (byte-level BPE, with the
         pre-tokenizers of llama.cpp) and `"llama"` (SentencePiece's BPE by scores, with bytes for
-        characters that it lacks).
+        unknown characters).
 
-        **Raises:** `ValueError` for another model or pre-tokenizer, and for keys that are missing,
-        of the wrong kind or length.
+        **Raises:** `ValueError` for another model or pre-tokenizer, and for keys that are missing
+        or have the wrong type or length.
 
         **Warns:** `UserWarning` for unknown keys, a missing pre-tokenizer, and tokens that are
-        control tokens by name and not by type.
+        control tokens by their names but not by type.
         """
         return cls(tokenizer_gguf.parts_of(file, _SPLITS), file.path)
 
     @classmethod
     def from_folder(cls, folder: Path) -> "Tokenizer":
-        """The tokenizer of a Hugging Face folder, as transformers reads it.
+        """The tokenizer of a Hugging Face folder, equal to transformers'.
 
-        `tokenizer.json` has the way from text to tokens, and the tokens around a text. Special
-        tokens and chat templates are also read from `tokenizer_config.json`,
-        `special_tokens_map.json`, `added_tokens.json`, `chat_template.jinja` and
-        `additional_chat_templates/*.jinja`.
+        `tokenizer.json` defines the conversion, and the tokens around a text. Special tokens and
+        chat templates are also read from `tokenizer_config.json`, `special_tokens_map.json`,
+        `added_tokens.json`, `chat_template.jinja` and `additional_chat_templates/*.jinja`.
 
-        **Raises:** `ValueError` for files that are missing or damaged, and for tokenizers that
-        write neither bytes nor SentencePiece's spaces.
+        **Raises:** `ValueError` for missing or damaged files, and for tokenizers with neither
+        byte-level nor SentencePiece tokens.
         """
         return cls(tokenizer_folder.parts_of(folder), Path(folder))
 
 
 class DecodeStream:
-    """Turns tokens to text one by one, holding back bytes that end within a character."""
+    """Converts tokens to text one by one, delaying the bytes of an incomplete character."""
 
     def __init__(self, tokenizer: Tokenizer, special: bool = False):
         self._tokenizer, self._special = tokenizer, special
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token: int) -> str:
-        """The text that is complete with one more token, perhaps none."""
+        """The text that is complete with one more token; may be empty."""
         return self._decoder.decode(self._tokenizer._bytes(token, self._special))
 
     def finish(self) -> str:
-        """The bytes that were held back, as U+FFFD."""
+        """The delayed bytes, as U+FFFD."""
         return self._decoder.decode(b"", final=True)

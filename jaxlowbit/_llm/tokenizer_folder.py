@@ -1,6 +1,6 @@
 """The tokenizer of a Hugging Face folder.
 
-`tokenizer.json` has all of the way from text to tokens. The other files add special tokens and
+`tokenizer.json` defines the conversion from text to tokens. The other files add special tokens and
 chat templates, by the rules of transformers (`PreTrainedTokenizerBase.from_pretrained`).
 """
 
@@ -25,30 +25,30 @@ USED = frozenset(
         *("chat_template", "fast_tokenizer_files"),
     ]
 )
-"""Entries of tokenizer_config.json that are read, with all whose names end in "_token"."""
+"""Entries of tokenizer_config.json that are read, in addition to names that end in "_token"."""
 HARMLESS = frozenset(
     [
-        # tokenizer.json says it itself, and transformers follows tokenizer.json.
+        # defined by tokenizer.json, which takes precedence in transformers
         *("add_bos_token", "add_eos_token", "add_prefix_space", "legacy", "from_slow"),
         *("vocab", "vocab_file", "merges", "merges_file", "tokenizer_file", "tokenizer_object"),
         *("tokenizer_class", "backend", "sp_model_kwargs", "post_processor", "errors", "gguf_file"),
         *("unk_id", "bos_token_id", "eos_token_id", "pad_token_id", "fix_mistral_regex"),
-        # Padding and truncation of batches, which a caller asks for.
+        # padding and truncation of batches, on request of a caller
         *("model_max_length", "max_len", "max_length", "padding_side", "truncation_side"),
         *("truncation_strategy", "stride", "pad_to_multiple_of", "pad_token_type_id"),
         *("tokenizer_padding", "tokenizer_truncation", "model_input_names"),
-        # Notes of the program that wrote the file, and how to find it again.
+        # notes of the program that wrote the file
         *("name_or_path", "processor_class", "auto_map", "files_loaded", "init_inputs", "verbose"),
         *("is_local", "local_files_only", "trust_remote_code", "use_default_system_prompt"),
-        # Reading replies, and control tokens in messages; transformers asks for it separately.
+        # reading of replies, and control tokens in messages, on request in transformers
         *("response_template", "response_schema", "chat_control_tokens"),
     ]
 )
-"""Entries of tokenizer_config.json that change nothing here; so do unknown ones in transformers."""
+"""Entries of tokenizer_config.json without effect here; unknown ones have none in transformers."""
 
 
 class _Special(NamedTuple):
-    """Special tokens: `named` for templates, and `extra` ones without names."""
+    """Special tokens: `named` ones for templates, and `extra` ones without names."""
 
     named: dict[str, tokenizers.AddedToken]
     extra: list[tokenizers.AddedToken]
@@ -62,7 +62,7 @@ def parts_of(folder: Path) -> Parts:
     _check(folder, options, description)
     try:
         engine = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the package raises nothing narrower
+    except Exception as error:  # the package raises nothing more specific
         raise ValueError(f"{path} is no tokenizer ({error}); fetch the folder again.") from None
     if engine.padding is not None:
         options = {"pad_token": engine.padding["pad_token"], **options}
@@ -127,7 +127,7 @@ def _check(folder: Path, options: Mapping[str, Any], description: Mapping[str, A
 def _pieces(
     engine: tokenizers.Tokenizer, added: Mapping[int, tokenizers.AddedToken], byte_level: bool
 ) -> list[bytes | None]:
-    """The bytes of each token. The numbers of tokens may have gaps, which have no text."""
+    """The bytes of each token. Token numbers may have gaps, which have no text."""
     count = max([engine.get_vocab_size(with_added_tokens=True), *(i + 1 for i in added)])
     bytes_of = of_characters if byte_level else of_sentencepiece
     found: list[bytes | None] = []
@@ -149,7 +149,7 @@ def _decoders(decoder: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _strips(decoder: Mapping[str, Any]) -> bool:
-    """Whether a decoder removes a space in front of the text."""
+    """Whether a decoder removes a leading space."""
     if decoder.get("type") == "Strip":
         return decoder.get("content") == " " and decoder.get("start", 0) > 0
     never = decoder.get("prepend_scheme") == "never" or decoder.get("add_prefix_space") is False
@@ -160,9 +160,10 @@ def _strips(decoder: Mapping[str, Any]) -> bool:
 
 
 def _add_tokens(engine: tokenizers.Tokenizer, folder: Path, options: Mapping[str, Any]) -> _Special:
-    """Adds the tokens that the other files have and tokenizer.json lacks; the special tokens."""
+    """Adds the tokens that tokenizer.json lacks, from the other files; returns the special
+    tokens."""
     listed = options.get("added_tokens_decoder")
-    if listed is None:  # the form of older folders, in two other files
+    if listed is None:  # older folders have them in two other files
         options = {**options, **_optional(folder / "special_tokens_map.json")}
     special = _special(options)
     if listed is None:
@@ -199,7 +200,7 @@ def _special(options: Mapping[str, Any]) -> _Special:
 
 
 def _token(value: Any) -> tokenizers.AddedToken:
-    """A token, which files write as its text or as an object."""
+    """A token, stored as its text or as an object."""
     if isinstance(value, str):
         return tokenizers.AddedToken(value, special=True)
     fields = {"special": True, **value}
@@ -211,7 +212,7 @@ def _token(value: Any) -> tokenizers.AddedToken:
 
 
 def _templates(folder: Path, options: Mapping[str, Any]) -> dict[str, str]:
-    """The chat templates by name. Those in files replace those in tokenizer_config.json."""
+    """The chat templates by name. Separate files take precedence over tokenizer_config.json."""
     paths = {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
     if (default := folder / "chat_template.jinja").exists():
         paths["default"] = default

@@ -302,7 +302,7 @@ def _strings(known: Metadata, key: str) -> list[str]:
     found = known.need(key, "a list")
     if not found or not all(isinstance(item, str) for item in found):
         raise ValueError(
-            f"{known.path}: 'tokenizer.{key}' holds {len(found)} entries, but it is a list of "
+            f"{known.path}: 'tokenizer.{key}' has {len(found)} entries, but it must be a list of "
             "strings; fetch the file again."
         )
     return found

@@ -48,7 +48,8 @@ def checked_addend(
     array = checks.array(caller, name, array, f"floats of the shape of {rule}")
     if array.dtype not in FLOATS:
         raise ValueError(
-            f"{caller}: {name} is {array.dtype}, but it is float32, bfloat16 or float16; cast it."
+            f"{caller}: {name} is {array.dtype}, but it must be float32, bfloat16 or float16; cast "
+            "it."
         )
     if array.shape != shape:
         raise ValueError(

@@ -46,13 +46,13 @@ class Options:
         preset = isinstance(precision, lax.DotAlgorithmPreset | None)
         if not preset or precision not in (None, FLOAT16_SUMS):
             raise ValueError(
-                f"{caller}: precision is {checks.brief(precision)}, but it is None or "
+                f"{caller}: precision is {checks.brief(precision)}, but it must be None or "
                 "jax.lax.DotAlgorithmPreset.F16_F16_F16; leave it out to accumulate in float32."
             )
         if not isinstance(out_sharding, jax.NamedSharding | jax.P | None):
             raise TypeError(
-                f"{caller}: out_sharding is {checks.brief(out_sharding)}, but it is a jax.P, a "
-                "jax.NamedSharding or None."
+                f"{caller}: out_sharding is {checks.brief(out_sharding)}, but it must be a jax.P, "
+                "a jax.NamedSharding or None."
             )
         if backend is not None:
             checks.choice(caller, "backend", backend, get_args(Backend), optional=True)

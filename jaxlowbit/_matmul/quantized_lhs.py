@@ -94,7 +94,7 @@ def check_float32_sums(caller: str, options: Options) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Scaled(Product):
-    """`(values @ rhs) * scale`, in the dtype that the options prefer."""
+    """`(values @ rhs) * scale`, in the dtype of `options.preferred_element_type`."""
 
     def composition(self, *operands: Array) -> tuple[Array, ...]:
         (values, scale), (rhs,), _ = self.named(operands)
@@ -110,7 +110,7 @@ class Scaled(Product):
 
     @property
     def call_dtype(self) -> Any:
-        """The result dtype of custom calls, which take the dtype of activations to be bfloat16."""
+        """The result dtype of custom calls, which assume bfloat16 as the dtype of activations."""
         return jnp.dtype(jnp.float32 if self.out_dtype == jnp.float16 else self.out_dtype)
 
     @property

@@ -51,7 +51,7 @@ def _run(options: argparse.Namespace) -> int:
             raise ValueError(f"--format {format_name(format)}: {reason}.")
     sources = [source for source in (options.checkpoint, options.shapes) if source]
     if len(sources) > 1 or not (sources or formats):
-        raise ValueError("name a checkpoint, --shapes with --format, or --format alone.")
+        raise ValueError("name a checkpoint, --shapes with --format, or only --format.")
     if sources:
         weights = find(sources[0], formats, str(floats))
         wanted = _of_weights(weights, dtype, tokens, device, options.transposed)
@@ -106,7 +106,7 @@ def _of_weights(
 def _compile(wanted: Sequence[Instance], device: Device) -> bool:
     """Compiles, with a line for each instance. Returns whether any failed."""
     if not wanted:
-        print("Nothing is to be compiled: the build has all of these kernels.")
+        print("Nothing to compile: the build contains all of these kernels.")
         return False
     start, cached, errors = time.monotonic(), 0, []
     architecture = ffi.architecture(device.capability)

@@ -26,8 +26,8 @@ def report() -> Iterator[tuple[str, str]]:
     yield "jaxlowbit", f"{__version__}, Python {platform.python_version()}"
     yield "jax", f"{jax.__version__}, jaxlib {metadata.version('jaxlib')}"
     built, runtime = build["ffi_api"], extension.RUNTIME_API
-    rule = f"built for {_dotted(built)}, which a jaxlib that speaks as much or more of it runs"
-    yield "custom-call API", f"{rule}; this one speaks {_dotted(runtime)}"
+    rule = f"built for {_dotted(built)}; needs a jaxlib with the same or a newer minor version"
+    yield "custom-call API", f"{rule}; this one has {_dotted(runtime)}"
     yield "CPU kernels", _listed(build["cpu_isa"])
     if build["cuda"]:
         yield "CUDA kernels", f"{build['cuda_architectures']}, by {build['cuda_compiler']}"

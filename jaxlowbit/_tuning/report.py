@@ -21,7 +21,7 @@ def choice_name(choice: Choice) -> str:
 
 
 def lines(table: Table) -> Iterator[str]:
-    """A line per entry: tuned against default, and the mean of the ratios below."""
+    """A line per entry, with tuned and default time, then a line with the mean of the ratios."""
     driver = f", driver {table.driver}" if table.driver else ""
     yield f"{table.device.name}{driver}, jaxlowbit {table.jaxlowbit}"
     yield ""

@@ -214,9 +214,11 @@ def _from_json(found: dict[str, Any]) -> Entry:
     if not min(entry.us, entry.default_us) > 0:
         raise ValueError(f"us is {entry.us} and default_us {entry.default_us}")
     if entry.product.format.scale is not None:
-        raise ValueError(f"format {product['format']} has 8-bit scales, which no table is for")
+        raise ValueError(
+            f"format {product['format']} has 8-bit scales, which tables do not support"
+        )
     if entry.product.format.codebook is not None:
-        raise ValueError(f"format {product['format']} has a codebook, which no table is for")
+        raise ValueError(f"format {product['format']} has a codebook, which tables do not support")
     lhs, scale = entry.product.lhs, entry.product.scale
     if lhs not in LHS or scale not in (*LHS, "float32"):
         raise ValueError(f"lhs {lhs} and scale {scale} are no dtypes of the kernels")

@@ -64,11 +64,11 @@ def tune(
     if not isinstance(dtype, str) or dtype not in tables.LHS:
         raise ValueError(
             f"tune: dtype is {brief(dtype)}, but there are choices for bfloat16 and float16 "
-            "alone; float32 is multiplied in bfloat16 parts, by one kernel."
+            "only; float32 is multiplied in bfloat16 parts, by one kernel."
         )
     boolean("tune", "progress", progress)
     if not isinstance(out, str | os.PathLike | None):
-        raise TypeError(f"tune: out is {brief(out)}, but it is the path of a file to write.")
+        raise TypeError(f"tune: out is {brief(out)}, but it must be the path of a file to write.")
     found = find(weights, formats, dtype, excluded=untuned)
     device = _gpu()
     path = Path(out) if out is not None else tables.path_for(device.name)
@@ -95,7 +95,7 @@ def add_tune(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], 
 def _run(options: argparse.Namespace) -> None:
     sources = [source for source in (options.checkpoint, options.shapes) if source is not None]
     if len(sources) != (0 if options.show else 1):
-        raise ValueError("name a checkpoint, or --shapes, or --show alone.")
+        raise ValueError("name a checkpoint, --shapes, or only --show.")
     if options.show:
         paths = [options.out] if options.out else [*tables.files(), *tables.shipped()]
         if not paths:

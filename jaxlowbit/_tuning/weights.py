@@ -54,7 +54,7 @@ def check_tokens(tokens: Any) -> list[int]:
     """
     if not isinstance(tokens, Sequence) or isinstance(tokens, str | bytes):
         raise TypeError(
-            f"tune: tokens is {brief(tokens)}, but it is a list of numbers of rows, such as "
+            f"tune: tokens is {brief(tokens)}, but it must be a list of numbers of rows, such as "
             "[1, 16, 256]."
         )
     for m in tokens:
@@ -87,9 +87,10 @@ def untuned(format: Format, dtype: str) -> str | None:
 def find(
     source: Any, formats: Sequence[Format], dtype: str, *, excluded: Reason = unread
 ) -> list[Weight]:
-    """The distinct weights in the arguments of `tune`; those without a format in each of `formats`.
+    """The distinct weights in the arguments of `tune`.
 
-    Weights are left out if `excluded` returns a reason against their format.
+    A weight that is not quantized yet occurs once in each of `formats`. Weights are left out if
+    `excluded` returns a reason against their format.
 
     **Raises:** `ValueError` if none remain, for formats that are left out, and for invalid shapes.
     """
@@ -99,14 +100,14 @@ def find(
     if isinstance(source, str | os.PathLike):
         path = Path(source)
         found = _of_headers(_headers(path), formats)
-        where = f"{path} holds no quantized arrays and no linear weights, 2-D floats whose names "
+        where = f"{path} has no quantized arrays and no linear weights, 2-D floats whose names "
         where += "end in weight (n, k) or kernel (k, n); name shapes instead"
     elif _are_shapes(source):
         found = [Weight(*_shape(shape), format, dtype) for shape in source for format in formats]
         where = "there are no shapes; name some as 14336x4096"
     else:
         found = _of_tree(source)
-        where = "the model holds no quantized arrays; quantize it first, or name shapes"
+        where = "the model has no quantized arrays; quantize it first, or name shapes"
     distinct = list(dict.fromkeys(found))
     if not distinct:
         raise ValueError(f"tune: {where}.")
@@ -203,7 +204,7 @@ def _headers(path: Path) -> dict[str, _Header]:
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files or not all(file.is_file() for file in files):
         raise ValueError(
-            f"tune: {path} is no checkpoint; name a .safetensors file or a folder that holds some."
+            f"tune: {path} is no checkpoint; name a .safetensors file or a folder of them."
         )
     headers = {}
     for file in files:

@@ -1,7 +1,7 @@
 """Checkpoints: packed weights from Hugging Face folders, saved and loaded in the packed layout.
 
-It needs the extra `checkpoint`; importing `jaxlowbit` imports none of it. Each module of `_kinds`
-is one kind of quantized checkpoint (`_registry.py`).
+It needs the extra `checkpoint`, which importing `jaxlowbit` does not require. Each module of
+`_kinds` reads one kind of quantized checkpoint (`_registry.py`).
 """
 
 from .._requirements import require_extra as _require_extra

@@ -1,8 +1,8 @@
-"""Quantized values of checkpoints: bit fields of words as uint8."""
+"""Codes of checkpoints: bit fields of words, as uint8."""
 
 import numpy as np
 
-# Bits of a value by plane, (width, shift): in GPTQModel's planar order 32 values have the words of
+# (width, shift) of the bits in each plane. In GPTQModel's planar order, 32 values have the words of
 # the lowest plane first.
 _PLANES = {
     2: ((2, 0),),
@@ -18,9 +18,9 @@ _PLANES = {
 def fields(words: np.ndarray, bits: int, count: int) -> np.ndarray:
     """The first `count` values of a little-endian bit stream along the last axis.
 
-    Values of 3, 5, 6 and 7 bits straddle words.
+    Values of 3, 5, 6 and 7 bits may straddle words.
 
-    **Arguments:** `words`: integers (..., words) of any width; 32 bits for values that straddle.
+    **Arguments:** `words`: integers (..., words) of any width; 32-bit if values straddle words.
 
     **Returns:** uint8 (..., count).
     """
@@ -49,7 +49,7 @@ def fields(words: np.ndarray, bits: int, count: int) -> np.ndarray:
 
 
 def planar_fields(words: np.ndarray, bits: int, count: int) -> np.ndarray:
-    """Values in the planar order of GPTQModel's `gptq_p`; arguments and result as for `fields`."""
+    """Values in the planar order of GPTQModel's `gptq_p`; otherwise like `fields`."""
     words = np.ascontiguousarray(words).view(np.uint32)
     *lead, size = words.shape
     words = words.reshape(*lead, size // bits, bits)
@@ -63,7 +63,7 @@ def planar_fields(words: np.ndarray, bits: int, count: int) -> np.ndarray:
 
 
 def word_count(bits: int, count: int) -> int:
-    """The words of 32 bits that hold `count` values."""
+    """The number of 32-bit words for `count` values."""
     return -(-count * bits // 32)
 
 

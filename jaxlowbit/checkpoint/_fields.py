@@ -1,4 +1,4 @@
-"""`Fields`: entries of a JSON object, which are used, known to be harmless, or raise."""
+"""`Fields`: entries of a JSON object. An entry is used, known to be harmless, or raises."""
 
 import re
 from collections.abc import Mapping
@@ -17,14 +17,14 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "a list": (list,),
 }
 OTHER = "use the folder of the model's floats, or a GGUF file"
-"""The way out of a checkpoint that is quantized in a way that is not read."""
+"""The advice for checkpoints with an unsupported quantization."""
 
 
 class Fields:
-    """Entries of a JSON object with the kind of each value checked; null means a missing entry.
+    """Entries of a JSON object, with types checked; null counts as missing.
 
-    `names` maps keys of `get` and `need` to the keys of this object, for keys that differ. `read`
-    has the keys of this object that `get`, `need` and `expect` were asked for.
+    `names` maps keys of `get` and `need` to keys of this object, if they differ. `read` contains
+    the keys that `get`, `need` and `expect` have read.
     """
 
     read: set[str]
@@ -42,7 +42,7 @@ class Fields:
             return default
         truth = isinstance(value, bool) and kind != "true or false"
         if truth or not isinstance(value, _KINDS[kind]):
-            raise ValueError(f"{self.path}: {key!r} is {value!r}, but it is {kind}; {AGAIN}.")
+            raise ValueError(f"{self.path}: {key!r} is {value!r}, but it must be {kind}; {AGAIN}.")
         return value
 
     def need(self, key: str, kind: str) -> Any:
@@ -53,11 +53,11 @@ class Fields:
         return value
 
     def inner(self, key: str) -> "Fields":
-        """The entries of an object, without any if it is missing."""
+        """The entries of an inner object; empty if it is missing."""
         return Fields(self.path, self.get(key, "an object", {}))
 
     def expect(self, key: str, default: Any, *values: Any) -> Any:
-        """The value of an entry that has one of some values; `default` if it is missing.
+        """Returns an entry that must have one of some values; `default` if it is missing.
 
         **Raises:** `ValueError` for another value.
         """
@@ -72,9 +72,9 @@ class Fields:
         return found
 
     def expect_rest(self, *harmless: str) -> None:
-        """Checks that the entries that were not read, nor are harmless, turn nothing on.
+        """Checks that no unread entry, except harmless ones, turns anything on.
 
-        **Raises:** `ValueError` with the first that is not null, false, 0 or empty.
+        **Raises:** `ValueError` with the first one that is not null, false, 0 or empty.
         """
         for name, value in self.values.items():
             if name not in self.read and name not in harmless and value:
@@ -90,13 +90,13 @@ class Fields:
         """
         found = self.get(key, "a list", [])
         if not all(isinstance(name, str) for name in found):
-            raise ValueError(f"{self.path}: {key!r} is {found!r}, but it is strings; {AGAIN}.")
+            raise ValueError(f"{self.path}: {key!r} is {found!r}, but it must be strings; {AGAIN}.")
         return found
 
     def pattern(self, key: str, text: str) -> re.Pattern[str]:
-        """A regular expression that stands in the entry `key`.
+        """Compiles a regular expression from the entry `key`.
 
-        **Raises:** `ValueError` if it is none, and for one that may take exponential time.
+        **Raises:** `ValueError` if it is invalid, or may take exponential time.
         """
         if _repeats_choices(text):
             raise ValueError(

@@ -1,7 +1,7 @@
 """Files of a checkpoint folder: JSON documents, and tensors in safetensors, single or sharded.
 
-The header of a safetensors file is JSON, behind its length in 8 bytes; it says where tensors lie.
-The package safetensors checks it against the file; of its tensors it returns no 8-bit floats.
+A safetensors file begins with the length of its header (8 bytes) and the header, JSON with the
+offsets of the tensors. The package safetensors checks the header, but cannot return 8-bit floats.
 """
 
 import json
@@ -19,7 +19,7 @@ from .._core.checks import brief
 AGAIN = "fetch the folder again"
 _POINTER = b"version https://git-lfs.github.com/spec/"
 FLOATS = ("F32", "F16", "BF16")
-# The types that are read; others raise an error with their names.
+# Supported types; others raise an error with their names.
 DTYPES = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
@@ -41,7 +41,7 @@ DTYPES = {
 
 
 class Tensor(NamedTuple):
-    """A tensor: its type and shape, outermost axis first, its file and its offset there."""
+    """A tensor: its type, its shape (outermost axis first), its file and its offset there."""
 
     name: str
     kind: str
@@ -51,12 +51,12 @@ class Tensor(NamedTuple):
 
     @property
     def where(self) -> str:
-        """The file and the name, for the beginning of errors."""
+        """The file and the name, as the beginning of errors."""
         return f"{self.file}: tensor {self.name!r}"
 
     @property
     def dtype(self) -> np.dtype:
-        """**Raises:** `ValueError` for a type that is not read."""
+        """**Raises:** `ValueError` for an unsupported type."""
         if self.kind not in DTYPES:
             raise ValueError(
                 f"{self.where} is {self.kind}, but tensors of {', '.join(DTYPES)} are read; "
@@ -76,25 +76,25 @@ class Tensor(NamedTuple):
         return data.view(self.dtype).reshape(self.shape)
 
     def rows(self, start: int, stop: int) -> np.ndarray:
-        """The numbers of rows from one up to another, (rows, k); a vector is one row."""
+        """The elements of rows `start` to `stop` - 1, (rows, k); a vector is one row."""
         k = self.shape[-1] if self.shape else 1
         return self.bytes(start, stop).view(self.dtype).reshape(-1, k)
 
     def bytes(self, start: int, stop: int) -> np.ndarray:
-        """The bytes of rows from one up to another, as the file has them."""
+        """The bytes of rows `start` to `stop` - 1, as in the file."""
         size = (self.shape[-1] if self.shape else 1) * self.dtype.itemsize
         offset = self.offset + start * size
         return np.fromfile(self.file, np.uint8, (stop - start) * size, offset=offset)
 
     def check(self, kinds: tuple[str, ...], *shapes: tuple[int, ...]) -> "Tensor":
-        """Returns the tensor if it has one of some types and of some shapes.
+        """Returns the tensor if its type and its shape are among the given ones.
 
-        **Raises:** `ValueError` with the types and shapes that are expected.
+        **Raises:** `ValueError` with the expected types and shapes.
         """
         if self.kind not in kinds or self.shape not in shapes:
             raise ValueError(
                 f"{self.where} is {self.kind} of shape {self.shape}, but by its configuration it "
-                f"is {' or '.join(kinds)} of shape {' or '.join(map(str, shapes))}; {AGAIN}."
+                f"must be {' or '.join(kinds)} of shape {' or '.join(map(str, shapes))}; {AGAIN}."
             )
         return self
 
@@ -123,7 +123,7 @@ class Folder(NamedTuple):
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file.
 
-    **Raises:** `ValueError` for a missing file and for anything else than an object.
+    **Raises:** `ValueError` if the file is missing or contains anything but an object.
     """
     try:
         found = json.loads(path.read_bytes())
@@ -134,15 +134,15 @@ def read_json(path: Path) -> dict[str, Any]:
         ) from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror}); {AGAIN}.") from None
-    except (ValueError, RecursionError) as error:  # of JSON and of UTF-8
+    except (ValueError, RecursionError) as error:  # from JSON and from UTF-8
         raise ValueError(f"{path} is no JSON ({error}); {AGAIN}.") from None
     if not isinstance(found, dict):
-        raise ValueError(f"{path} holds {type(found).__name__}, but an object belongs there.")
+        raise ValueError(f"{path} contains {type(found).__name__}, but it must be an object.")
     return found
 
 
 def check_pointer(path: Path) -> None:
-    """Checks that a file is no pointer of Git LFS, a text in place of the file itself.
+    """Raises for a Git LFS pointer, a text file that replaces the actual file.
 
     **Raises:** `ValueError`.
     """
@@ -157,11 +157,11 @@ def check_pointer(path: Path) -> None:
 def read_folder(path: Path) -> Folder:
     """Reads the headers of the file or shards of a folder, and its config.json, if there is one.
 
-    As in transformers, model.safetensors goes before shards. A folder with neither may have one
-    safetensors file of any name.
+    As in transformers, model.safetensors takes precedence over shards. A folder with neither may
+    have one safetensors file of any name.
 
-    **Raises:** `ValueError` for files that are missing or damaged, for an index that names other
-    tensors than its shards have, and for a tensor that is there twice.
+    **Raises:** `ValueError` for missing or damaged files, for an index whose tensors differ from
+    its shards', and for a tensor that occurs twice.
     """
     config = path / "config.json"
     values = read_json(config) if config.exists() else {}
@@ -181,7 +181,8 @@ def _read_shards(path: Path, index: Path) -> tuple[dict[str, Tensor], dict[str, 
         raise ValueError(f"{index} has no 'weight_map' of tensors to files; {AGAIN}.")
     if outside := [x for x in places.values() if not _is_file_name(x)]:
         raise ValueError(
-            f"{index} names the file {brief(outside[0])}, but shards lie beside it; {AGAIN}."
+            f"{index} names the file {brief(outside[0])}, but shards must be in the same "
+            f"folder; {AGAIN}."
         )
     found: dict[str, Tensor] = {}
     metadata: dict[str, str] = {}
@@ -197,13 +198,13 @@ def _read_shards(path: Path, index: Path) -> tuple[dict[str, Tensor], dict[str, 
     for name, file in places.items():
         if name not in found or found[name].file.name != file:
             raise ValueError(
-                f"{index} has tensor {name!r} in {file}, but that file is without it; {AGAIN}."
+                f"{index} has tensor {name!r} in {file}, but the file does not contain it; {AGAIN}."
             )
     return found, metadata
 
 
 def _is_file_name(text: str) -> bool:
-    """Whether a text is the name of a file of the same folder, not a path."""
+    """Whether a text is a file name in the same folder, not a path."""
     size = len(text.encode(errors="surrogatepass"))
     return Path(text).name == text and text != ".." and size < 256 and "\0" not in text
 

@@ -1,4 +1,4 @@
-"""`load`: a checkpoint folder as a tree of packed matrices and floats."""
+"""`load`: reads a checkpoint folder into a tree of packed matrices and floats."""
 
 import os
 from collections.abc import Mapping
@@ -21,14 +21,14 @@ from ._registry import find
 from ._saved import is_saved, load_saved, placed
 from ._warn import warn_of_file
 
-# Buffers that are no weights.
+# Buffers that are not weights.
 _BUFFERS = ("position_ids", "masked_bias", "attn.bias", "attention.bias", "num_batches_tracked")
 
 
 class Contents(NamedTuple):
-    """A folder whose headers are checked: its quantized matrices and other tensors, by name.
+    """A folder with checked headers: its quantized matrices and its other tensors, by name.
 
-    `sentences`: warnings about entries without effect that may change results.
+    `sentences`: warnings about entries that have no effect here but may change results.
     """
 
     path: Path
@@ -38,10 +38,10 @@ class Contents(NamedTuple):
 
 
 def open_folder(path: Path) -> Contents:
-    """Reads and checks all of a folder except its numbers.
+    """Reads and checks a folder, except the elements of tensors.
 
-    **Raises:** `ValueError` for files that are missing or damaged, a kind that is not read, and
-    tensors that no kind knows.
+    **Raises:** `ValueError` for missing or damaged files, unsupported kinds of quantization, and
+    unknown tensors.
     """
     folder = read_folder(path)
     found = find(folder)
@@ -84,38 +84,39 @@ def load(
     sharding: Any = None,
     progress: bool = False,
 ) -> Any:
-    """Loads a folder of `save`, or a Hugging Face folder, quantized or not.
+    """Loads a folder written by `save`, or a Hugging Face folder, quantized or not.
 
-    The integers of the checkpoint stay as they are: `dequantize(jnp.float32)` gives the weights
-    that the library of the checkpoint computes with. Tensors are memory-mapped and packed one at a
-    time, in strips, so that loading takes the memory of the packed weights and one tensor.
+    The integers of the checkpoint are unchanged, so `dequantize(jnp.float32)` gives the weights
+    that the checkpoint's library computes with. Tensors are memory-mapped and packed one at a time,
+    in strips: loading takes the memory of the packed weights and one tensor.
 
     **Arguments:**
 
     - `path`: a folder with `model.safetensors`, or shards with their index, and `config.json`.
-    - `requantize`: None, or the format for matrices that no format holds exactly, such as groups
-      along the output; without it they raise an error. Others stay exact.
-    - `scale_dtype`: None to keep the scales of the file, or float32, bfloat16 or float16 to round
-      scales and float zeros.
-    - `dtype`: None for the dtypes of the file, or the dtype of tensors that are floats.
-    - `target`: for a folder of `save`, None, or a tree like the one that was saved, of arrays or
-      `jax.ShapeDtypeStruct`s; the result has its structure, and its shardings if it has some.
-    - `sharding`: None, the sharding or device of every array, or a function of a name and a
-      memory-mapped array that returns a sharding per leaf: each device reads only its part.
-    - `progress`: whether a bar is shown on standard error.
+    - `requantize`: None, or a format for matrices that no format represents exactly, such as groups
+      along the output; without it, these raise. Other matrices stay exact.
+    - `scale_dtype`: None for the scales of the file, or float32, bfloat16 or float16 to round
+      scales and float zeros to.
+    - `dtype`: None for the dtypes of the file, or a dtype for float tensors.
+    - `target`: for a folder written by `save`: None, or a tree like the saved one, of arrays or
+      `jax.ShapeDtypeStruct`s. The result has its structure and its shardings, if any.
+    - `sharding`: None, a sharding or device for every array, or a function from a name and a
+      memory-mapped array to a sharding per leaf. Each device reads only its shard.
+    - `progress`: whether to show a bar on standard error.
 
-    A folder of `save` is memory-mapped: do not change its files in place while its arrays exist. On
-    a CPU the arrays are the mapped memory. `requantize`, `scale_dtype` and `dtype` are for others.
+    A folder written by `save` is memory-mapped: do not change its files in place while its arrays
+    exist. On a CPU the arrays are the mapped memory. Such folders take no `requantize`,
+    `scale_dtype` or `dtype`.
 
     **Returns:** a dict by the names in the checkpoint, or a tree like `target`. A quantized matrix
     `X.weight` of a Hugging Face folder is a `QuantizedArray` (in, out), the transpose of PyTorch's
     weight: `x @ tree["X.weight"]` is the layer without its bias. Other tensors are arrays of the
     shape in the file.
 
-    **Raises:** before numbers are read, `TypeError` for a path that is none, `FileNotFoundError` if
-    it does not exist, `ValueError` for damaged files, kinds of quantization that are not read,
-    entries of the quantization config and tensors that are not known; afterwards
-    `ValueError` for values that mean nothing. Each names the file and the entry or tensor.
+    **Raises:** before elements are read: `TypeError` for an invalid path, `FileNotFoundError` if it
+    does not exist, `ValueError` for damaged files, unsupported kinds of quantization, and unknown
+    tensors and entries of the quantization config; afterwards `ValueError` for invalid values. The
+    error names the file and the entry or tensor.
 
     ```py
     tree = checkpoint.load("Llama-3.1-8B-Instruct-GPTQ-INT4")
@@ -156,7 +157,7 @@ def load(
 
 
 def _check_unused(options: Mapping[str, Any], reason: str) -> None:
-    """Raises for an option that would change nothing."""
+    """Raises for an option that would have no effect."""
     for name, value in options.items():
         if value is not None:
             raise ValueError(f"checkpoint.load: {name} is given, but {reason}; leave it out.")
@@ -174,7 +175,8 @@ def _matrix(matrix: Matrix, requantize: Format | None, scale_dtype: Any) -> Quan
 
 
 def _check_exact(matrices: Mapping[str, Matrix], requantize: Format | None) -> None:
-    """Raises for the first matrix that no format holds, if none is given for such."""
+    """Raises for the first matrix that no format represents exactly, unless `requantize` is
+    given."""
     inexact = [matrix for matrix in matrices.values() if matrix.format is None]
     if inexact and requantize is None:
         raise ValueError(
@@ -187,7 +189,8 @@ def _check_exact(matrices: Mapping[str, Matrix], requantize: Format | None) -> N
 def _folder(path: Any) -> Path:
     if not isinstance(path, str | os.PathLike):
         raise TypeError(
-            f"checkpoint.load: path is {brief(path)}, but it is the path of a folder; pass one."
+            f"checkpoint.load: path is {brief(path)}, but it must be the path of a folder; pass "
+            "one."
         )
     given = os.fspath(path)
     if not given or not Path(given).exists():

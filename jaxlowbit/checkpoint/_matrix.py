@@ -1,4 +1,4 @@
-"""`Matrix`: a quantized matrix of a checkpoint whose numbers are not read yet."""
+"""`Matrix`: a quantized matrix of a checkpoint whose elements have not been read yet."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -17,24 +17,24 @@ from ._packing import Unpacked
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-    """A matrix (out, in), or a stack of them, made of tensors whose headers are checked.
+    """A matrix (out, in), or a stack of them, read from tensors with checked headers.
 
-    - `name`: in the tree that `load` returns, such as `model.layers.0.mlp.up_proj.weight`.
-    - `kind`: words for reports, such as `"GPTQ"`.
-    - `tensors`: the tensors it is made of; errors name the first.
+    - `name`: its name in the tree that `load` returns, such as `model.layers.0.mlp.up_proj.weight`.
+    - `kind`: its name in reports, such as `"GPTQ"`.
+    - `tensors`: the tensors that it is read from; errors name the first.
     - `shape`: (out, in), of one matrix of a stack.
-    - `format`: the format that holds it exactly; None if none does, for the `reason`.
-    - `unpack(start, stop)`: quantized values, scales and zeros of the output rows from one up to
-      another, counted through the stack, with the input features in the order of the file. It
-      raises `ValueError` for values that mean nothing.
+    - `format`: the format that represents it exactly; None, with a `reason`, if there is none.
+    - `unpack(start, stop)`: codes, scales and zeros of output rows `start` to `stop` - 1, counted
+      through the stack, with the input features in the order of the file. Raises `ValueError` for
+      invalid values.
     - `floats(start, stop)`: these rows as float32 (rows, in), if `format` is None.
     - `permutation`: None, or the stored order of the input features, int32 (in,)
       (`permutations.of_groups`).
     - `tensor_scale`: the factor of all weights, for a format with a tensor scale.
-    - `activation_dtype`: None, or the dtype of inputs in the checkpoint's library, with a scale for
-      each token.
+    - `activation_dtype`: None, or the dtype that the checkpoint's library rounds inputs to, with a
+      scale per token.
     - `stack`: None, or the number of matrices.
-    - `share`: the part of the bytes of the tensors that belongs to it.
+    - `share`: its share of the tensors' bytes.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Matrix:
 
     @property
     def where(self) -> str:
-        """The file and the name, for the beginning of errors."""
+        """The file and the name, as the beginning of errors."""
         return self.tensors[0].where
 
     @property
@@ -61,7 +61,7 @@ class Matrix:
         return round(self.share * sum(tensor.nbytes for tensor in self.tensors))
 
     def part(self, start: int, stop: int) -> "Matrix":
-        """Some output rows as a matrix."""
+        """A range of output rows as a matrix."""
 
         def shifted(function: Callable[[int, int], Any] | None) -> Callable[[int, int], Any] | None:
             if function is None:
@@ -88,14 +88,14 @@ class Matrix:
         return weights if self.tensor_scale == 1 else weights * np.float32(self.tensor_scale)
 
     def pack(self, scale_dtype: Any = None) -> QuantizedArray:
-        """The packed matrix (in, out), or stack of them; `scale_dtype` rounds scales and zeros.
+        """The packed matrix (in, out), or a stack of them; `scale_dtype` rounds scales and zeros.
 
-        **Raises:** `ValueError` for values that mean nothing, and for a matrix without a format.
+        **Raises:** `ValueError` for invalid values, and for a matrix without a format.
         """
         if self.format is None:
             raise ValueError(
-                f"no format holds it exactly: {self.reason}; pass requantize= with a format, such "
-                "as 'int8', which rounds it."
+                f"no format represents it exactly: {self.reason}; pass requantize= with a format, "
+                "such as 'int8', which rounds it."
             )
         rows, parts = self.shape[0], []
         for i in range(self.stack or 1):
@@ -125,10 +125,10 @@ class Matrix:
 class Found(NamedTuple):
     """The contents of a quantized folder.
 
-    - `matrices`: the quantized ones, whose tensors are then not among the floats.
-    - `unused`: names of tensors that are left out, known to be harmless or said in `sentences`.
-    - `sentences`: warnings about entries without effect that may change results.
-    - `floats`: tensors under other names than in the file.
+    - `matrices`: the quantized matrices; `floats` excludes their tensors.
+    - `unused`: names of skipped tensors, which are harmless or mentioned in `sentences`.
+    - `sentences`: warnings about entries that have no effect here but may change results.
+    - `floats`: tensors that are renamed.
     """
 
     matrices: list[Matrix]

@@ -1,4 +1,4 @@
-"""Matrices of model files, rows (out) by columns (in), as packed matrices (in, out).
+"""Packs matrices of model files, rows (out) by columns (in), as matrices (in, out).
 
 Rows are read, converted and packed in strips, to bound the memory of unpacked values.
 """
@@ -22,10 +22,10 @@ _STRIP = 2**22
 
 
 class Unpacked(NamedTuple):
-    """Some rows (out) of a matrix (out, in): the operands of the table in `Format`, transposed.
+    """Rows (out) of a matrix (out, in): the operands of the table in `Format`, transposed.
 
-    `qvalue` is uint8 (rows, k); `scale` and `zero` are (rows, groups), `zero` None without one. If
-    they have two levels, both are int8, and `scale_floats` and `zero_floats` are float16 (rows,
+    `qvalue` is uint8 (rows, k); `scale` and `zero` are (rows, groups), `zero` None without zeros.
+    With two levels, both are int8, and `scale_floats` and `zero_floats` are float16 (rows,
     super-blocks).
     """
 
@@ -45,7 +45,7 @@ class Unpacked(NamedTuple):
 
 
 def _products(integers: np.ndarray, floats: Any) -> np.ndarray:
-    """Integers (rows, groups) times the floats (rows, super-blocks) of theirs."""
+    """Integers (rows, groups) times the floats (rows, super-blocks) of their super-blocks."""
     floats = np.repeat(floats, integers.shape[1] // floats.shape[1], axis=1)
     return integers.astype(np.float32) * floats.astype(np.float32)
 
@@ -79,15 +79,15 @@ def pack_rows(
     scale_dtype: Any = None,
     tensor_scale: float = 1.0,
 ) -> QuantizedArray:
-    """The packed matrix (k, rows) of rows that are quantized, read strip by strip.
+    """Packs the matrix (k, rows) from quantized rows, read strip by strip.
 
     **Arguments:**
 
-    - `read`: returns the rows from one number up to another in `format`, without padding of scales.
+    - `read(start, stop)`: returns these rows in `format`, without padding of scales.
     - `shape`: (rows, k).
     - `scale_dtype`, `tensor_scale`: as for `pack`.
 
-    **Raises:** what `read` raises; `ValueError` for scales beyond the range of `scale_dtype`.
+    **Raises:** the errors of `read`; `ValueError` for scales beyond the range of `scale_dtype`.
     """
     unit = np.float32(tensor_scale)
     format = format if scale_dtype is None else format.replace(scale=None)
@@ -118,16 +118,16 @@ def quantize_rows(
     scale_dtype: Any,
     quantizer: Any = None,
 ) -> QuantizedArray:
-    """The matrix (k, rows) that quantizes floats, strip by strip.
+    """Quantizes float rows to a matrix (k, rows), strip by strip.
 
     **Arguments:**
 
-    - `read`: returns the rows from one number up to another, floats (count, k).
+    - `read(start, stop)`: returns these rows, floats (count, k).
     - `shape`: (rows, k).
-    - `format`, `scale_dtype`, `quantizer`: as for `jaxlowbit.quantize`; scales of 8 bits have their
-      own dtype.
+    - `format`, `scale_dtype`, `quantizer`: as for `jaxlowbit.quantize`; 8-bit scales determine
+      their dtype.
 
-    **Raises:** what `jaxlowbit.quantize` raises; `ValueError` for a quantizer that permutes rows.
+    **Raises:** the errors of `jaxlowbit.quantize`; `ValueError` for a quantizer that permutes rows.
     """
     bounds = list(strips(*shape))
     if format.scale is not None:
@@ -154,7 +154,8 @@ def transposed_rows(
 
 
 def strips(rows: int, k: int) -> Iterator[tuple[int, int]]:
-    """Bounds of strips of whole atoms, if possible of one size: each size compiles a program."""
+    """Bounds of strips of whole atoms, of equal size if possible, since each size compiles a
+    program."""
     atoms = layout.blocks(rows)
     count = -(-atoms * layout.ATOM * k // _STRIP)
     even = next((c for c in range(count, 2 * count) if atoms % c == 0), count)
@@ -184,7 +185,7 @@ def _pack(
 
 
 def _join(parts: list[QuantizedArray], n: int) -> QuantizedArray:
-    """Strips of channels side by side: blocks of them are the outermost axis of packed words."""
+    """Concatenates strips of channels, whose blocks are the outermost axis of packed words."""
     first = parts[0]
 
     def joined(*leaves: Array) -> Array:

@@ -1,13 +1,13 @@
 """The kinds of quantized checkpoints: one for each module of `_kinds`.
 
-A module of a kind has
+A module in `_kinds` defines
 
 - `METHODS`: the values of `quant_method` in the quantization config.
-- `SUMMARY`: the layouts that are read, in a line.
-- `read(folder, config)`: a `Found`, from headers only. It raises `ValueError` for entries, tensors
-  and shapes that it does not know, with their names.
-- `configured(folder)`, if folders of this kind may have no `quant_method`: the file and the object
-  with their quantization config, or None.
+- `SUMMARY`: the supported layouts, in a line.
+- `read(folder, config)`: returns a `Found` from headers only. It raises `ValueError` for unknown
+  entries, tensors and shapes, with their names.
+- `configured(folder)`, for kinds that may lack `quant_method`: returns the file and the object with
+  the quantization config, or None.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Folders and files that appear under their name only when they are complete."""
+"""Writes folders and files that appear under their name only when complete."""
 
 import contextlib
 import ctypes
@@ -15,9 +15,9 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # fcntl.h and linux/fs.h
 
 @contextlib.contextmanager
 def new_folder(caller: str, path: Path, overwrite: bool) -> Iterator[Path]:
-    """A folder next to `path` to write to, which takes its place at the end.
+    """A folder next to `path` to write to, which is renamed to `path` at the end.
 
-    A process that is killed leaves the old target, or the complete new one, and perhaps the folder
+    A process that is killed leaves the old target or the complete new one, and possibly the folder
     `.NAME.incomplete`, which the next writer of this target removes.
 
     **Arguments:** `overwrite`: whether `path` may exist; the two folders are then exchanged in one
@@ -52,7 +52,7 @@ def new_folder(caller: str, path: Path, overwrite: bool) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def new_file(caller: str, path: Path, overwrite: bool) -> Iterator[Path]:
-    """A file next to `path` to write to, which takes its place at the end.
+    """A file next to `path` to write to, which is renamed to `path` at the end.
 
     **Raises:** `ValueError` if `path` exists and `overwrite` is False.
     """
@@ -68,10 +68,10 @@ def new_file(caller: str, path: Path, overwrite: bool) -> Iterator[Path]:
 
 
 def check_target(caller: str, path: Path, overwrite: bool) -> None:
-    """Raises unless something new can be written to `path`.
+    """Raises unless a new file or folder can be written to `path`.
 
-    **Raises:** `ValueError` for a path that exists, or a name that is none; `FileNotFoundError`
-    without its parent folder.
+    **Raises:** `ValueError` for an existing path or an invalid name; `FileNotFoundError` if the
+    parent folder does not exist.
     """
     if path.name in ("", ".."):
         raise ValueError(f"{caller}: {path} names no new file or folder; add a name.")
@@ -94,7 +94,7 @@ def synchronize(path: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(caller: str, folder: Path) -> Iterator[None]:
-    """Holds a lock on a folder, which the system releases if the process ends."""
+    """Locks a folder; the system releases the lock if the process ends."""
     descriptor = descriptor_of(folder, os.O_RDONLY)
     try:
         try:

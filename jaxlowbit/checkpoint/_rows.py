@@ -1,4 +1,4 @@
-"""Packed matrices as rows of integers, for the formats of other libraries."""
+"""Unpacks matrices to rows of integers, for the formats of other libraries."""
 
 from typing import NamedTuple
 
@@ -11,8 +11,8 @@ from .._core.dequantize import codes_of
 
 
 class Rows(NamedTuple):
-    """The rows (out) of a matrix (out, in): quantized values uint8 (n, k), scales and zeros
-    (n, groups), 8-bit scales as bytes."""
+    """The rows (out) of a matrix (out, in): codes uint8 (n, k), scales and zeros (n, groups), 8-bit
+    scales as bytes."""
 
     qvalue: np.ndarray
     scale: np.ndarray
@@ -20,16 +20,16 @@ class Rows(NamedTuple):
 
 
 def rows_of(array: QuantizedArray) -> Rows:
-    """Unpacks a matrix with scales of one level.
+    """Unpacks a matrix without two-level scales.
 
-    **Raises:** `ValueError` for a stack, shards, permuted rows and scales of two levels.
+    **Raises:** `ValueError` for a stack, shards, permuted rows and two-level scales.
     """
     if array.ndim != 2 or array.index is not None:
         raise ValueError(f"it is a stack of shape {array.shape}, but matrices are exported")
     if array.shards != (1, 1) or array.permutation is not None:
         raise ValueError("its rows are permuted or padded for shards, which has no counterpart")
     if array.format.scale == "two_level":
-        raise ValueError("its scales have two levels; load it without scale_dtype='two_level'")
+        raise ValueError("it has two-level scales; load it without scale_dtype='two_level'")
     size = array.format.group_size
     groups = 1 if size == -1 else -(-array.k // size)
 

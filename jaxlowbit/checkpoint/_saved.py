@@ -1,15 +1,15 @@
 """Trees of arrays and `QuantizedArray`s as folders of safetensors, in the packed layout.
 
-A `QuantizedArray` NAME is stored as the tensors NAME.packed, NAME.scale and, if it has them,
-NAME.zero, NAME.permutation and NAME.tensor_scale; another array as the tensor NAME. The metadata of
-a file has the entries
+A `QuantizedArray` NAME is stored as the tensors NAME.packed, NAME.scale and, if present, NAME.zero,
+NAME.permutation and NAME.tensor_scale; another array as the tensor NAME. The metadata of a file has
+the entries
 
     jaxlowbit                 the version of the library that wrote it
     jaxlowbit.array.NAME      of each QuantizedArray: layout version, format, k, n, shards, in JSON
     jaxlowbit.sha256.TENSOR   of each tensor
 
-Tensors are memory-mapped, so that a device reads them from the page cache. Offsets are multiples of
-64 bytes, where XLA's CPU client uses the mapped memory itself.
+Tensors are memory-mapped, so devices read them from the page cache. Offsets are multiples of 64
+bytes, which lets XLA's CPU client use the mapped memory directly.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ from ._files import AGAIN, DTYPES, Folder, Tensor, read_folder
 from ._replace import new_folder
 
 KEY = "jaxlowbit"
-"""The entry of the metadata, and the beginning of the other ones."""
+"""An entry of the metadata, and the prefix of the others."""
 _ARRAY, _HASH = f"{KEY}.array.", f"{KEY}.sha256."
 _SHARD = 4 * 2**30
 _ALIGNMENT = 64
@@ -57,10 +57,10 @@ def save(
     shard_bytes: int = _SHARD,
     overwrite: bool = False,
 ) -> None:
-    """Writes a tree of arrays to a folder of safetensors, packed weights as they are in memory.
+    """Writes a tree of arrays to a folder of safetensors; packed weights are written unchanged.
 
     The folder gets its name when it is complete: a process that is killed leaves the old folder or
-    the new one.
+    the complete new one.
 
     **Arguments:**
 
@@ -70,9 +70,9 @@ def save(
     - `shard_bytes`: the maximum bytes of a file, unless one array is larger.
     - `overwrite`: whether to replace a folder that exists.
 
-    **Raises:** `TypeError` for a leaf that is not an array; `ValueError` for a `path` that exists,
-    two leaves with one name, a dtype that safetensors lacks, a view made by `select` and arrays
-    with parts in other processes; `OSError` if the folder cannot be written.
+    **Raises:** `TypeError` for a leaf that is not an array; `ValueError` for an existing `path`,
+    two leaves with one name, a dtype that safetensors lacks, a view made by `select`, and arrays
+    with shards in other processes; `OSError` if the folder cannot be written.
 
     ```py
     save("folder", {"up": quantize(jnp.ones((64, 64)), INT4), "bias": jnp.zeros(64)})
@@ -80,7 +80,7 @@ def save(
     ```
     """
     if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"save: path is {checks.brief(path)}, but it is the path of a folder.")
+        raise TypeError(f"save: path is {checks.brief(path)}, but it must be the path of a folder.")
     checks.boolean("save", "overwrite", overwrite)
     shard_bytes = checks.integer("save", "shard_bytes", shard_bytes, "a number of bytes")
     leaves = named_leaves("save", tree)
@@ -115,7 +115,7 @@ def write(
 ) -> None:
     """Writes arrays by name to files in a folder, one array at a time in host memory.
 
-    **Arguments:** `own`: whether the files have our metadata; else transformers reads them.
+    **Arguments:** `own`: whether to write our metadata, or files for transformers.
     """
     tensors: dict[str, dict[str, Any]] = {name: _tensors(name, x) for name, x in leaves.items()}
     _check_names(tensors)
@@ -211,7 +211,7 @@ def write_file(
     advance: Callable[[int], Any] = lambda nbytes: None,
 ) -> None:
     """Writes a safetensors file, its header last; `hashes` adds hashes to the metadata."""
-    # Sizes that are no multiple of the alignment come last, so that they shift no other tensor.
+    # Sizes that are not multiples of the alignment come last, so they shift no other tensor.
     order = sorted(tensors, key=lambda name: tensors[name].nbytes % _ALIGNMENT != 0)
     found = {_HASH + name: "0" * 64 for name in order} if hashes else {}
     length = len(_header(tensors, order, {**metadata, **found}))
@@ -228,7 +228,7 @@ def write_file(
 
 
 def _header(tensors: Mapping[str, Any], order: Sequence[str], metadata: Mapping[str, str]) -> bytes:
-    """The header with its length in front, padded with spaces to whole units of alignment."""
+    """The header after its length, padded with spaces to a multiple of the alignment."""
     header: dict[str, Any] = {"__metadata__": metadata}
     start = 0
     for name in order:
@@ -246,11 +246,11 @@ def _header(tensors: Mapping[str, Any], order: Sequence[str], metadata: Mapping[
 
 
 class Saved(NamedTuple):
-    """A folder that `save` wrote, whose headers are checked and whose arrays are not read yet.
+    """A folder written by `save`, with checked headers; arrays have not been read yet.
 
-    - `arrays`: the tensors of each array, by the names of the leaves of a `QuantizedArray`.
-    - `descriptions`: of the `QuantizedArray`s.
-    - `sha256`: of each tensor.
+    - `arrays`: by name, the tensors of each array, by the leaf names of a `QuantizedArray`.
+    - `descriptions`: by name, the JSON of each `QuantizedArray`.
+    - `sha256`: by tensor, its hash.
     """
 
     path: Path
@@ -260,9 +260,9 @@ class Saved(NamedTuple):
     tensors: Mapping[str, Tensor]
 
     def leaf(self, name: str) -> Any:
-        """The array `name`, memory-mapped: a NumPy array, or a `QuantizedArray` of them.
+        """The array `name`, memory-mapped: a NumPy array, or a `QuantizedArray` of NumPy arrays.
 
-        **Raises:** `ValueError` for tensors that do not fit its description.
+        **Raises:** `ValueError` for tensors that do not match its description.
         """
         parts = {part: tensor.array() for part, tensor in self.arrays[name].items()}
         if name not in self.descriptions:
@@ -301,8 +301,8 @@ def is_saved(folder: Folder) -> bool:
 def read_saved(path: Path) -> Saved:
     """Reads and checks the headers of a folder that `save` wrote.
 
-    **Raises:** `FileNotFoundError` if there is none; `ValueError` for files that are missing or
-    damaged, that `save` did not write, or that have another layout version.
+    **Raises:** `FileNotFoundError` if there is no folder; `ValueError` for missing or damaged
+    files, files that `save` did not write, and another layout version.
     """
     if not path.is_dir():
         raise FileNotFoundError(f"load: {path} is no folder; name one that save wrote.")
@@ -322,7 +322,7 @@ def saved_of(folder: Folder) -> Saved:
         for start in (_ARRAY, _HASH)
     )
     if odd := sorted(hashes.keys() ^ folder.tensors.keys()):
-        raise ValueError(f"{path}: tensor {odd[0]!r} lacks its hash or its numbers; {AGAIN}.")
+        raise ValueError(f"{path}: tensor {odd[0]!r} has no hash, or no data; {AGAIN}.")
     rest = dict(folder.tensors)
     found = Saved(path, {}, {}, hashes, folder.tensors)
     for name, text in described.items():
@@ -376,7 +376,7 @@ def load_saved(
     if odd := sorted(wanted.keys() ^ saved.arrays.keys()):
         where = "the folder lacks" if odd[0] in wanted else "target lacks"
         raise ValueError(
-            f"load: {where} the array {odd[0]!r}; target is a tree with the structure of the one "
+            f"load: {where} the array {odd[0]!r}; target must have the structure of the tree "
             f"that was saved in {path}."
         )
     return jax.tree.unflatten(structure, [place(name, like) for name, like in wanted.items()])
@@ -404,7 +404,7 @@ def _check_like(name: str, leaf: Any, like: Any) -> None:
     if signature(leaf) != signature(like):
         raise ValueError(
             f"load: array {name!r} is {_words(leaf)}, but target has {_words(like)}; make the "
-            "target as the saved tree was made."
+            "target like the saved tree."
         )
 
 

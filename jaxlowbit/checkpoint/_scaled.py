@@ -117,8 +117,8 @@ def four_bit_floats(
     """
     if len(data.shape) != 2 or data.kind != "U8":
         raise ValueError(
-            f"{data.where} is {data.kind} of shape {data.shape}, but it is a matrix of U8, with "
-            f"two values in each; {AGAIN}."
+            f"{data.where} is {data.kind} of shape {data.shape}, but it must be a matrix of U8, "
+            f"with two values in each; {AGAIN}."
         )
     n, k = data.shape[0], 2 * data.shape[1]
     nv = scale.kind == "F8_E4M3"
@@ -175,7 +175,7 @@ def number(tensor: Tensor) -> float:
     tensor.check(FLOATS, (), (1,))
     found = float(tensor.array().astype(np.float32).reshape(()))
     if not np.isfinite(found) or found <= 0:
-        raise ValueError(f"{tensor.where} is {found}, but it is a positive number; {AGAIN}.")
+        raise ValueError(f"{tensor.where} is {found}, but it must be a positive number; {AGAIN}.")
     return found
 
 
@@ -183,7 +183,7 @@ def _sizes_of_bytes(weight: Tensor) -> tuple[int, int]:
     """The sizes of a matrix of bytes."""
     if len(weight.shape) != 2 or 0 in weight.shape or weight.kind not in (*CODEBOOKS, "I8"):
         raise ValueError(
-            f"{weight.where} is {weight.kind} of shape {weight.shape}, but it is a matrix of "
+            f"{weight.where} is {weight.kind} of shape {weight.shape}, but it must be a matrix of "
             f"{', '.join((*CODEBOOKS, 'I8'))}; {AGAIN}."
         )
     return weight.shape[0], weight.shape[1]
@@ -206,8 +206,8 @@ def _unsigned(values: np.ndarray, bits: int, what: str) -> np.ndarray:
     found = np.ascontiguousarray(values) + np.uint8(1 << bits - 1)
     if found.size and bits < 8 and found.max() >= 1 << bits:
         raise ValueError(
-            f"its {what} reach beyond {bits} bits, but they are integers from {-(1 << bits - 1)} "
-            f"to {(1 << bits - 1) - 1}; {AGAIN}."
+            f"its {what} reach beyond {bits} bits, but they must be integers from "
+            f"{-(1 << bits - 1)} to {(1 << bits - 1) - 1}; {AGAIN}."
         )
     return found
 

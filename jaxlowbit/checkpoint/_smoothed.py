@@ -1,4 +1,4 @@
-"""Matrices with a factor for each input feature, which no format holds."""
+"""Matrices with a factor for each input feature, which no format represents."""
 
 import dataclasses
 

@@ -22,9 +22,9 @@ class Calibration:
     """Inputs of a model for quantizers that read statistics, such as `"gptq"`.
 
     Layers are calibrated and quantized one after the other, in the order of their calls, so each
-    sees inputs that the quantized layers before it computed. Memory holds the model, the statistics
-    of `at_once` layers ((k, k) floats each) and, for a language model, the inputs of one block.
-    Results are bitwise repeatable.
+    sees inputs that the quantized layers before it computed. Memory contains the model, the
+    statistics of `at_once` layers ((k, k) floats each) and, for a language model, the inputs of one
+    block. Results are bitwise repeatable.
 
     **Arguments:**
 
@@ -70,12 +70,13 @@ class Calibration:
         checks.boolean("Calibration", "progress", self.progress)
         if self.apply is not None and not callable(self.apply):
             raise TypeError(
-                f"Calibration: apply is {checks.brief(self.apply)}, but it is a function that runs "
-                "the model on a batch, or None."
+                f"Calibration: apply is {checks.brief(self.apply)}, but it must be a function that "
+                "runs the model on a batch, or None."
             )
         if not isinstance(self.folder, str | os.PathLike | None):
             raise TypeError(
-                f"Calibration: folder is {checks.brief(self.folder)}, but it is a path, or None."
+                f"Calibration: folder is {checks.brief(self.folder)}, but it must be a path, or "
+                "None."
             )
 
     @classmethod
@@ -88,16 +89,18 @@ class Calibration:
             return value
         if not hasattr(value, "__iter__") or isinstance(value, Mapping):
             raise TypeError(
-                f"{caller}: calibration is {checks.brief(value)}, but it is an iterable of "
+                f"{caller}: calibration is {checks.brief(value)}, but it must be an iterable of "
                 "batches, a text for a language model, or a jaxlowbit.quantizers.Calibration."
             )
         return cls(value, progress=progress)
 
 
 class Results:
-    """The arrays of each layer in a folder, to resume from; without a folder they are not kept.
+    """Stores the arrays of each layer in a folder, to resume from; without a folder, stores
+    nothing.
 
-    A file is written to a temporary name and renamed. `key` has all that the results depend on.
+    A file is written to a temporary name and renamed. `key` identifies everything that the results
+    depend on.
     """
 
     def __init__(self, caller: str, folder: Any, key: Mapping[str, Any]) -> None:
@@ -159,7 +162,7 @@ def check_statistics(caller: str, name: str, statistics: Statistics | None) -> S
     """
     if statistics is None:
         raise ValueError(
-            f"{caller}: calibration never reaches {name}, so there are no statistics of its "
+            f"{caller}: no batch of calibration runs {name}, so there are no statistics of its "
             "inputs; pass batches that run it, or keep it in floats by a rule of its path and None."
         )
     if not np.isfinite(np.asarray(statistics.absmax)).all():

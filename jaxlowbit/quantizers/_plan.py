@@ -29,7 +29,7 @@ class Plan(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """A change of the format of a layer: saved error for each additional bit, and the bits."""
+    """A change of a layer's format: reduction of the error per additional bit, and the bits."""
 
     gain: float
     bits: float
@@ -44,9 +44,9 @@ def mixed(
 ) -> Plan:
     """Returns the formats with the smallest sum of errors within a number of bits per weight.
 
-    The choice is greedy: of all changes to a larger format, the one with the largest fall of the
-    error for each bit comes first. It considers the formats on the lower convex hull of a layer's
-    errors over its bits, so only the last changes can differ from the optimum.
+    The choice is greedy: changes to larger formats are made in the order of their reduction of the
+    error per bit. It considers the formats on the lower convex hull of a layer's errors over its
+    bits, so only the last changes can differ from the optimum.
 
     **Arguments:**
 
@@ -79,7 +79,7 @@ def mixed(
     if used > bits * total * (1 + 1e-9):
         raise ValueError(
             f"mixed: bits is {bits:g}, but the smallest formats take {used / total:.4g} bits per "
-            "weight; name more bits, or formats with fewer."
+            "weight; allow more bits, or smaller formats."
         )
     steps = sorted(
         (step for rule, hull in hulls.items() for step in _steps(rule, hull, sizes[rule])),
@@ -111,7 +111,7 @@ def _hull(rule: str, errors: Mapping[str, float]) -> list[_Point]:
         format = as_format("mixed", given)
         if not 0 <= error < float("inf"):
             raise ValueError(
-                f"mixed: the error of {rule} is {error} in {format_name(format)}, but it is a "
+                f"mixed: the error of {rule} is {error} in {format_name(format)}, but it must be a "
                 "finite number from 0 on."
             )
         points.append(_Point(bits_per_weight(format), float(error), format_name(format)))

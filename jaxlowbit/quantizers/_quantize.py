@@ -83,7 +83,7 @@ def quantize(
         permutation = permutations.checked("quantize", permutation, weight.shape, shards[0])
     statistics = checked("quantize", statistics, weight.shape)
     function = find("quantize", quantizer, format, _options(scale_dtype, shards, permutation))
-    checks.finite("quantize", "weight", weight, "no scale covers them. Clean the weight first")
+    checks.finite("quantize", "weight", weight, "no scale covers them; clean the weight first")
     run = functools.partial(
         _quantize, quantizer=function, format=format, scale_dtype=scale_dtype, shards=shards
     )
@@ -96,7 +96,7 @@ def quantize(
     return array
 
 
-# One program: run operation by operation, it would hold several float32 copies of the weight.
+# One program: run operation by operation, it would need several float32 copies of the weight.
 @functools.partial(jax.jit, static_argnames=("quantizer", "format", "scale_dtype", "shards"))
 def _quantize(
     weight: Array,
@@ -128,8 +128,8 @@ def _check_result(array: Any, weight: Array, format: Format, shards: tuple[int, 
     for name, ours, theirs in zip(("shape", "format", "shards"), wanted, found, strict=True):
         if ours != theirs:
             raise ValueError(
-                f"quantize: the quantizer returns a matrix with {name}={theirs}, but {ours} is "
-                "asked for; hand format and options on to Groups.of or jaxlowbit.quantize."
+                f"quantize: the quantizer returns a matrix with {name}={theirs}, but {ours} was "
+                "requested; pass format and options to Groups.of or jaxlowbit.quantize."
             )
 
 
@@ -158,8 +158,8 @@ def _check(weight: Array, format: Format, scale_dtype: Any) -> None:
     for name, dtype in ({"weight": weight.dtype} | wide).items():
         if dtype not in FLOATS:
             raise ValueError(
-                f"quantize: {name} is {dtype}, but it is float32, bfloat16 or float16; cast it, or "
-                "use QuantizedArray.from_integers for integers."
+                f"quantize: {name} is {dtype}, but it must be float32, bfloat16 or float16; cast "
+                "it, or use QuantizedArray.from_integers for integers."
             )
 
 
@@ -170,7 +170,7 @@ def _check_scale(array: QuantizedArray, weight: Array) -> None:
     if array.format.scale == "two_level":
         _, found = super_blocks.unpacked(array.scale, array.format)
     scale_dtype = found.dtype
-    # JAX would compile this for each shape, but finds scales that other processes hold.
+    # JAX would compile this for each shape, but NumPy cannot read scales on other processes.
     xp: Any = np if found.is_fully_addressable else jnp
     scale = xp.asarray(found).astype(np.float32)
     finite = xp.isfinite(scale).all()
@@ -179,7 +179,7 @@ def _check_scale(array: QuantizedArray, weight: Array) -> None:
         finite &= xp.isfinite(xp.asarray(floats).astype(np.float32)).all()
     if not finite:
         raise ValueError(
-            f"quantize: weights up to {_largest(weight):g} span a range beyond that of "
+            f"quantize: weights up to {_largest(weight):g} span a range larger than that of "
             f"{scale_dtype} scales; {_wider(array.format, 'smaller weights')}."
         )
     if weight.dtype == jnp.float16 and array.format.scale is None:
@@ -190,8 +190,8 @@ def _check_scale(array: QuantizedArray, weight: Array) -> None:
     if lost.any() and array.tensor_scale is not None:
         raise ValueError(
             f"quantize: the largest weight, {_largest(weight[lost]):g}, is so far from the others "
-            f"that most of its groups need scales below {least:g}, the least of {scale_dtype}, "
-            "beside its tensor scale; use a format of more range, such as 'mxfp4', or clip it."
+            f"that most of its groups need scales below {least:g}, the minimum of {scale_dtype}, "
+            "with its tensor scale; use a format of more range, such as 'mxfp4', or clip it."
         )
     if array.tensor_scale is not None:
         scale_dtype = jnp.dtype("float32")
@@ -205,7 +205,7 @@ def _check_scale(array: QuantizedArray, weight: Array) -> None:
             way = _wider(array.format, way)
         raise ValueError(
             f"quantize: weights up to {_largest(weight[lost]):g} need scales below {least:g}, the "
-            f"least of {scale_dtype}, in most groups of a matrix; {way}."
+            f"minimum of {scale_dtype}, in most groups of a matrix; {way}."
         )
 
 

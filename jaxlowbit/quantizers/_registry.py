@@ -54,7 +54,9 @@ def find(caller: str, quantizer: Any, format: Format, options: Mapping[str, Any]
     if isinstance(quantizer, str):
         module = _MODULES[_PAIRS.get(quantizer, (None, quantizer))[1]]
         if reason := module.unsupported(format):
-            raise ValueError(f"{caller}: the quantizer {quantizer!r} lacks this format: {reason}.")
+            raise ValueError(
+                f"{caller}: the quantizer {quantizer!r} does not support this format: {reason}."
+            )
         return module.quantize
     try:
         hash(quantizer)

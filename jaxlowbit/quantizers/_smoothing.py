@@ -44,15 +44,15 @@ def smoothing_factor(absmax: Any, weight: Any, *, alpha: float = 0.5) -> Array:
     weight = checks.array(caller, "weight", weight, "floats (k, n)")
     if weight.dtype not in FLOATS or weight.ndim != 2 or 0 in weight.shape:
         raise ValueError(
-            f"{caller}: weight is {checks.brief(weight)}, but it is float32, bfloat16 or float16 "
-            "(k, n), which are from 1; cast or reshape it."
+            f"{caller}: weight is {checks.brief(weight)}, but it must be float32, bfloat16 or "
+            "float16 (k, n), which are from 1; cast or reshape it."
         )
     absmax = of_channels(caller, "absmax", absmax, weight.shape[0])
     check_values(caller, "absmax", absmax, "from 0 on", lambda values: values >= 0)
     checks.finite(caller, "weight", weight, "repair them")
     alpha = checks.positive(caller, "alpha", alpha)
     if alpha > 1:
-        raise ValueError(f"{caller}: alpha is {alpha!r}, but it is from 0 to 1, such as 0.5.")
+        raise ValueError(f"{caller}: alpha is {alpha!r}, but it must be from 0 to 1, such as 0.5.")
     rows = jnp.max(jnp.abs(weight.astype(jnp.float32)), axis=1)
     smallest = least(jnp.float32)
     factor = jnp.maximum(absmax, smallest) ** alpha / jnp.maximum(rows, smallest) ** (1 - alpha)

@@ -52,7 +52,7 @@ class Statistics:
         checks.boolean(caller, "full", full)
         if inputs.dtype not in FLOATS or inputs.ndim == 0 or inputs.size == 0:
             raise ValueError(
-                f"{caller}: inputs is {checks.brief(inputs)}, but it is float32, bfloat16 or "
+                f"{caller}: inputs is {checks.brief(inputs)}, but it must be float32, bfloat16 or "
                 "float16 (..., k) with a row at least; cast or reshape it."
             )
         checks.finite(caller, "inputs", inputs, "leave these rows out")
@@ -99,8 +99,8 @@ def checked(caller: str, statistics: Any, shape: tuple[int, ...]) -> Statistics 
         return None
     if not isinstance(statistics, Statistics):
         raise TypeError(
-            f"{caller}: statistics is {checks.brief(statistics)}, but it is a Statistics; make one "
-            "with jaxlowbit.quantizers.Statistics.of(inputs), or pass None."
+            f"{caller}: statistics is {checks.brief(statistics)}, but it must be a Statistics; "
+            "make one with jaxlowbit.quantizers.Statistics.of(inputs), or pass None."
         )
     found = jnp.shape(statistics.absmax)
     if found not in (shape[-2:-1], shape[:-1]):

@@ -16,6 +16,6 @@ STATISTICS = None
 
 
 def quantize(weight: Array, format: Format, statistics: Any, **options: Any) -> QuantizedArray:
-    """Rounds a weight; statistics change nothing."""
+    """Rounds a weight; ignores statistics."""
     groups = Groups.of(weight, format, **options)
     return groups.pack(*groups.fit(*groups.extremes()))

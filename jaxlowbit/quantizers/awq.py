@@ -32,7 +32,7 @@ REQUIRED = True  # of models
 def quantize(
     weight: Array, format: Format, statistics: Statistics | None, **options: Any
 ) -> QuantizedArray:
-    """Rounds a weight to nearest, within the best range of each group; the factors come before."""
+    """Rounds a weight to nearest, within the best range of each group. `factors` come before."""
     return mse.quantize(weight, format, statistics, **options)
 
 

@@ -2,15 +2,15 @@
 
 Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers",
 2023. Rows are input features. The compensation that minimizes the squared error of the product is a
-row of the Cholesky factor of the inverse of the second moments of the inputs (equations 2 and 3 and
-step 3 of the paper). Blocks of rows update the rows after them in one matrix product.
+row of the Cholesky factor of the inverse of the inputs' second moments (equations 2 and 3 and step
+3 of the paper). Rows are processed in blocks; one matrix product per block updates all later rows.
 
 - Order: rows with the largest mean square come first (`act-order`). Groups still consist of
   neighbouring rows, so the result needs no permutation (`static_groups` in the reference code).
-- Clipping: the range of each group minimizes the error of its rows, each divided by the diagonal of
-  the factor, because that is the error after compensation.
-- Sweeps: coordinate descent over all rows then rounds each row once more, given all others. Behdin
-  et al., "QuantEase", 2023, equation 8.
+- Clipping: the range of each group minimizes the squared errors of its rows, each divided by the
+  diagonal of the factor: that is the error after compensation.
+- Sweeps: coordinate descent then rounds each row once more, given all other rows (Behdin et al.,
+  "QuantEase", 2023, equation 8).
 
 Rows whose input is always 0 are rounded to nearest. A singular matrix of moments gets more damping,
 ten times each time, until it has a Cholesky factor.
@@ -32,7 +32,7 @@ STATISTICS = "full"
 REQUIRED = True  # of models
 
 _DAMPING = 0.01
-_BLOCK = 128  # rows between two updates of all others
+_BLOCK = 128  # rows per block
 _HIGHEST = lax.Precision.HIGHEST
 
 
@@ -197,7 +197,7 @@ def _padding(rows: int, missing: int) -> Array:
 
 
 def _swept(values: Array, found: Array, factor: _Factor, rounding: _Rounding) -> Array:
-    """Rounds each row once more, given all others; takes and returns the order of the groups."""
+    """Rounds each row once more, given all others. Rows are in the order of the groups."""
     rows = len(values)
     block = min(_BLOCK, rows)
     missing = -rows % block

@@ -161,9 +161,7 @@ def test_damaged_folders_are_read_or_raise_with_a_name(data, tmp_path_factory):
 def test_patterns_that_may_take_exponential_time_raise():
     fields = Fields(Path("config.json"), {})
     for pattern in ("(a+)+", "(a|aa)+$", "(?:x(b*)c){2,}", "((a)*b?)*", "(a{1,3})*"):
-        with pytest.raises(
-            ValueError, match=r"'ignore' has .* matching it may not end"
-        ):
+        with pytest.raises(ValueError, match=r"'ignore' has .* matching it may not end"):
             fields.pattern("ignore", pattern)
     for pattern in (r".*\.(q|k)_proj(\.x)?$", "^(?!.*down_proj).*", r"[(*+)]+\(a\)+", "(ab|c){2}"):
         fields.pattern("ignore", pattern)

@@ -50,7 +50,7 @@ def assert_same(found, expected):
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_weights_are_those_of_the_library(name):
+def test_weights_match_the_library(name):
     expected = expected_of(name)
     matrices = open_folder(ROOT / name).matrices
     assert matrices.keys() == expected.keys()
@@ -61,20 +61,20 @@ def test_weights_are_those_of_the_library(name):
 
 
 @pytest.mark.parametrize("name", PACKED)
-def test_packed_weights_are_those_of_the_library(name):
+def test_packed_weights_match_the_library(name):
     tree = checkpoint.load(ROOT / name)
     for key, own in expected_of(name).items():
         assert_same(dequantized(tree[key]), own)
 
 
 @pytest.mark.parametrize("name", INEXACT)
-def test_weights_that_no_format_holds_raise(name):
+def test_weights_without_an_exact_format_raise(name):
     with pytest.raises(ValueError, match=r"held by no format exactly: .*requantize="):
         checkpoint.load(ROOT / name)
 
 
 @pytest.mark.parametrize("name", ["hqq-axis0", "modelopt-int4-awq"])
-def test_weights_that_no_format_holds_are_rounded_if_asked_for(name):
+def test_weights_without_an_exact_format_are_rounded_on_request(name):
     tree = checkpoint.load(ROOT / name, requantize="int8")
     for key, own in expected_of(name).items():
         found = dequantized(tree[key])
@@ -89,7 +89,7 @@ def test_other_tensors_keep_their_names():
     assert tree["model.layers.0.mlp.experts.gate_up_proj"].shape == (3, 96, 32)
 
 
-def test_static_scales_of_activations_are_said_to_be_left_out():
+def test_static_scales_of_activations_warn():
     with pytest.warns(UserWarning, match=re.escape("modelopt-fp8") + ".*static scales"):
         checkpoint.load(ROOT / "modelopt-fp8")
 
@@ -104,6 +104,6 @@ def test_dtypes_of_inputs_with_a_scale_for_each_token_are_known():
     assert found == {"modelopt-fp8-channel": jnp.float8_e4m3fn, "torchao-int8-dynamic": jnp.int8}
 
 
-def test_other_rounding_of_inputs_is_said_to_be_left_out():
+def test_unsupported_rounding_of_inputs_warns():
     with pytest.warns(UserWarning, match=r"torchao-int4-dynamic has activations .* left out"):
         checkpoint.load(ROOT / "torchao-int4-dynamic")

@@ -44,7 +44,7 @@ def logits(model: llm.LanguageModel) -> np.ndarray:
         ("llama_w8a8", {"lhs_qtype": "file"}, 2**-4),
     ],
 )
-def test_logits_are_those_of_transformers(name, options, tolerance, tmp_path):
+def test_logits_match_transformers(name, options, tolerance, tmp_path):
     model = llm.load(folder(name, tmp_path), dtype=jnp.float32, progress=False, **options)
     assert model.decoder.lhs_qtype == ("int8" if options else None)
     quantized = [x for x in model.report.tensors if x.format is not None]

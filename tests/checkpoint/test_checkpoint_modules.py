@@ -35,7 +35,7 @@ FOLDERS = (
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_weights_are_what_the_library_dequantizes_to(folder):
+def test_weights_match_the_library(folder):
     """In float32, rounded to the library's dtype.
 
     test_checkpoint_libraries.py compares them after packing.
@@ -87,8 +87,8 @@ def test_the_page_has_every_kind():
         assert module.SUMMARY and any(f"`{method}`" in rows for method in module.METHODS)
 
 
-def test_what_is_no_checkpoint_raises(tmp_path):
-    with pytest.raises(TypeError, match="path is 3, but it is the path of a folder"):
+def test_paths_without_a_checkpoint_raise(tmp_path):
+    with pytest.raises(TypeError, match="path is 3, but it must be the path of a folder"):
         checkpoint.load(3)  # pyright: ignore[reportArgumentType]
     with pytest.raises(FileNotFoundError, match="x does not exist"):
         checkpoint.load(tmp_path / "x")
@@ -124,14 +124,14 @@ def test_configs_that_are_not_read_raise(changes, sentence, tmp_path):
     assert str(tmp_path) in str(raised.value)
 
 
-def test_the_words_of_zeros_of_gptq_carry(tmp_path):
+def test_adding_one_to_zeros_of_gptq_carries_across_words(tmp_path):
     """GPTQModel subtracts 1 of whole words, AutoGPTQ sets all higher bits for a zero of 0."""
     layout = gptq.Layout(4, 32, stored_zero=True)
     words = np.array([[0x11111110]], np.uint32) - np.uint32(0x11111111)
     np.testing.assert_array_equal(layout.zeros(words, 8), [[0, 1, 1, 1, 1, 1, 1, 1]])
 
 
-def test_group_of_each_input_that_makes_no_groups_raises(tmp_path):
+def test_invalid_groups_of_inputs_raise(tmp_path):
     tensors = {x.name: np.array(x.array()) for x in read_file(DATA / "gptq/model.safetensors")[0]}
     tensors["m.w4.g_idx"][:] = 0
     save_file(tensors, tmp_path / "model.safetensors")
@@ -147,10 +147,10 @@ NAMES = {"m.w4.qweight": "a.safetensors", "m.w4.qzeros": "b.safetensors"}
     ("places", "sentence"),
     [
         (NAMES | {"m.w4.qzeros": "../b.safetensors"}, r"names the file '\.\./b\.safetensors', but"),
-        (NAMES | {"m.w4.qzeros": "/etc/passwd"}, "names the file '/etc/passwd', but shards lie"),
-        (NAMES | {"m.w4.qzeros": ".."}, r"names the file '\.\.', but shards lie"),
-        (NAMES | {"m.w4.qzeros": "x" * 300}, "names the file of class str, but shards lie"),
-        (NAMES | {"m.w4.qzeros": "\0"}, r"names the file '\\x00', but shards lie"),
+        (NAMES | {"m.w4.qzeros": "/etc/passwd"}, "names the file '/etc/passwd', but shards must"),
+        (NAMES | {"m.w4.qzeros": ".."}, r"names the file '\.\.', but shards must"),
+        (NAMES | {"m.w4.qzeros": "x" * 300}, "names the file of class str, but shards must"),
+        (NAMES | {"m.w4.qzeros": "\0"}, r"names the file '\\x00', but shards must"),
         (NAMES | {"m.w4.qzeros": "c.safetensors"}, r"c\.safetensors is missing"),
         (NAMES | {"m.w4.qzeros": 3}, "has no 'weight_map' of tensors to files"),
         ([], "has no 'weight_map' of tensors to files"),

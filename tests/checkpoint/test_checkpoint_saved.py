@@ -119,13 +119,13 @@ def test_an_nnx_state_is_a_tree(tmp_path):
         ({"q": quantize(WEIGHT[None], INT4).select(0)}, ValueError, "is a view made by select"),
     ],
 )
-def test_trees_that_are_refused(tree, error, match, tmp_path):
+def test_invalid_trees_raise(tree, error, match, tmp_path):
     with pytest.raises(error, match=match):
         checkpoint.save(tmp_path / "x", tree)
     assert not list(tmp_path.iterdir())
 
 
-def test_targets_that_are_refused(tree, folder, tmp_path):
+def test_invalid_targets_raise(tree, folder, tmp_path):
     with pytest.raises(ValueError, match="the folder lacks the array 'other'"):
         checkpoint.load(folder, target=tree | {"other": np.ones(1)})
     wrong = tree | {"own": quantize(WEIGHT, INT4)}
@@ -187,7 +187,7 @@ def test_damaged_files_load_or_raise(small, data):
         file.write_bytes(good)
 
 
-def test_other_layout_versions_are_refused(small, tmp_path):
+def test_other_layout_versions_raise(small, tmp_path):
     shutil.copytree(small, tmp_path / "x")
     file = tmp_path / "x" / "model.safetensors"
     version = rb"layout_version\": 1"
@@ -283,7 +283,7 @@ def test_wrong_arguments_of_writers(files, tmp_path):
     model, target = llm.load(files / "a.gguf", progress=False), tmp_path / "z"
     wrong: Any = (
         ((3, target), {}, "model is 3, "),
-        ((model, 3), {}, "path is 3, but it is the path of"),
+        ((model, 3), {}, "path is 3, but it must be the path of"),
         ((model, target), {"overwrite": "yes"}, "overwrite is 'yes', "),
         ((model, target), {"progress": None}, "progress is None, "),
     )

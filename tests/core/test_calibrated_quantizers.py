@@ -119,7 +119,7 @@ def test_shards_and_permutations_move_the_moments():
     assert error(weight, parts, inputs) < 1.1 * error(weight, found, inputs)
 
 
-def test_inputs_that_say_little_are_rounded_to_nearest():
+def test_uninformative_inputs_round_to_nearest():
     """Dead features, one token, and inputs of zeros: results are finite, and repeat. A column of
     zeros stays 0, and one of equal weights exact."""
     weight, inputs = problem()

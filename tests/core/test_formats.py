@@ -66,7 +66,7 @@ def test_formats_have_names(name, format):
 
 
 @pytest.mark.parametrize("name", ["", "4", "int", "int4g128", "uint4-integer", "fp8", "nf5"])
-def test_other_words_are_no_names(name):
+def test_other_words_are_not_names(name):
     with pytest.raises(ValueError, match=f"^quantize: '{name}' names no format; write"):
         quantize(jnp.ones((128, 64)), name)
 

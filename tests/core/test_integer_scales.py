@@ -142,7 +142,7 @@ def test_layers():
     assert_close(found, quantized_matmul(x, layers.kernel, lhs_qtype=jnp.int8))
 
 
-def test_which_kernels_read_them():
+def test_kernels_that_read_two_levels():
     array = quantize(random(64, 70), FORMAT)
     reasons = supported_backends(jnp.ones((2, 64)), array)
     assert reasons["cpu"] is None and "8-bit ones" in str(reasons["pallas"])
@@ -152,10 +152,10 @@ def test_which_kernels_read_them():
     assert "integers of 4 and 8 bits" in str(taken(Format(3, 64, scale="int8")))
 
 
-def test_what_is_refused():
-    with pytest.raises(ValueError, match="scale='int8' beside bits=8, but integers as scales mult"):
+def test_unsupported_files_raise():
+    with pytest.raises(ValueError, match="scale='int8' with bits=8, but integer scales are for"):
         Format(8, 64, scale="int8")
-    with pytest.raises(ValueError, match="scale='int8' beside a codebook"):
+    with pytest.raises(ValueError, match="scale='int8' with a codebook"):
         Format(4, 64, codebook="nf4", scale="int8")
     values, scale = jnp.zeros((64, 8), jnp.int4), jnp.full((1, 8), 17, jnp.int8)
     pack = functools.partial(QuantizedArray.from_integers, values, format=FORMAT)

@@ -78,7 +78,7 @@ def test_atoms_follow_k_then_n():
 @pytest.mark.parametrize(
     ("bits", "planes"), [(3, (2, 1)), (5, (4, 1)), (6, (4, 2)), (7, (4, 2, 1))]
 )
-def test_planes_hold_the_low_bits_first(bits, planes):
+def test_planes_start_with_the_low_bits(bits, planes):
     start = shift = 0
     for plane in planes:
         codes = np.full((64, 64), (2**plane - 1) << shift, np.uint8)
@@ -125,7 +125,7 @@ def test_unpack_is_the_inverse_of_pack(bits, shape, data):
 @pytest.mark.parametrize(
     ("group_size", "zero", "shards"), pairwise([-1, 48, 192], ["none", "integer", "float"], [1, 3])
 )
-def test_padding_of_k_stands_for_the_value_nearest_to_0(group_size, zero, shards):
+def test_padding_of_k_represents_the_value_nearest_to_0(group_size, zero, shards):
     """Kernels multiply the padding by zeros; an infinite weight there would give NaN."""
     rng, format = np.random.default_rng(0), Format(4, group_size, zero)
     weight = jnp.asarray(rng.normal(size=(99, 70)) + 3 * (zero == "float"), jnp.float32)

@@ -71,7 +71,7 @@ def test_names(format):
     [(MXFP4, "float4_e2m1fn"), (MXFP8, "float8_e4m3fn"), (E5M2, "float8_e5m2")],
     ids=["mxfp4", "mxfp8", "e5m2"],
 )
-def test_mx_is_that_of_the_specification(format, element):
+def test_mx_matches_the_specification(format, element):
     """OCP Microscaling Formats 1.0, section 6.3: the scale is the largest power of two of the
     group over the largest of the element type; elements round to nearest, ties to even, and
     saturate."""
@@ -88,7 +88,7 @@ def test_mx_is_that_of_the_specification(format, element):
     np.testing.assert_array_equal(found, expected.reshape(weight.shape))
 
 
-def test_nvfp4_is_that_of_nvidia():
+def test_nvfp4_matches_nvidia():
     """The tensor scale brings the largest group to 448; scales of groups and elements are nearest
     (NVIDIA, Pretraining Large Language Models with NVFP4, 2025, appendix B)."""
     weight = random(128, 40)
@@ -126,11 +126,11 @@ def test_the_ends_of_float32(format):
         assert np.isfinite(found).all()
         error = np.linalg.norm(found / size - weight / size) / np.linalg.norm(weight / size)
         assert error < 0.15
-    with pytest.raises(ValueError, match=r"need scales below 1\.17549e-38, the least of float"):
+    with pytest.raises(ValueError, match=r"need scales below 1\.17549e-38, the minimum of float"):
         quantize(np.full((64, 8), 1.5e-38, np.float32), format)
 
 
-def test_an_outlier_beyond_the_scales_of_others_is_refused():
+def test_an_outlier_beyond_the_scales_of_others_raises():
     weight = np.full((64, 8), 1e-6, np.float32)
     weight[0, 0] = 1e6
     with pytest.raises(ValueError, match=r"1e\+06, is so far from the others that most of"):
@@ -186,7 +186,7 @@ def test_codes_of_powers_of_two(format, dtype, backend):
 @pytest.mark.parametrize("first", [1, 247 - 32])
 @pytest.mark.parametrize("format", [MXFP8, E5M2], ids=format_name)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_codes_of_8_bit_floats_beside_small_and_large_scales(format, backend, first):
+def test_codes_of_8_bit_floats_with_small_and_large_scales(format, backend, first):
     """No weight is subnormal or infinite, so results are exact."""
     columns = np.arange(first, first + 24, dtype=np.uint8)
     codes = np.arange(60, 124, dtype=np.uint8)[:, None].repeat(24, 1)
@@ -202,7 +202,7 @@ def test_codes_of_8_bit_floats_beside_small_and_large_scales(format, backend, fi
 @pytest.mark.parametrize(
     ("codebook", "outgrown"), [("e4m3", True), ("e5m2", True), ("e2m1", False), (None, False)]
 )
-def test_products_with_scales_that_float16_does_not_hold(codebook, outgrown):
+def test_products_with_scales_beyond_float16(codebook, outgrown):
     """In units of the tensor scale, weights near 1 are up to 448 times the largest number."""
     format = Format(4 if codebook == "e2m1" else 8, 32, codebook=codebook, scale="e4m3")
     array = quantize(random(256, 70), format)
@@ -236,7 +236,7 @@ def test_codes_of_8_bit_floats(dtype, backend):
 
 
 @two
-def test_what_is_there_is_packed(format):
+def test_existing_tensors_are_packed(format):
     """Packs codes with scale bits, or with scales of the scale dtype, and unpacks them."""
     array = quantize(random(64, 70), format)
     rng = np.random.default_rng(0)
@@ -403,7 +403,7 @@ def test_layers(format):
     assert out.dtype == jnp.bfloat16
 
 
-def test_models_are_refused_before_they_change():
+def test_models_raise_before_they_change():
     model = Model(nnx.Rngs(0))
     model.up.kernel[...] = jnp.full((64, 128), 1e-6).at[0, 0].set(1e6)
     with pytest.raises(ValueError, match=r"in up: the largest weight, 1e\+06, is so far from"):
@@ -424,7 +424,7 @@ def test_stacked_layers():
 
 
 @two
-def test_which_kernels_read_them(format):
+def test_kernels_that_read_two_levels(format):
     x, array = jnp.ones((2, 64)), quantize(random(64, 70), format)
     reasons = supported_backends(x, array)
     sentence = "its kernels read scales of 16 or 32 bits, the format has 8-bit ones"
@@ -438,7 +438,7 @@ def test_which_kernels_read_them(format):
     assert registry.unsupported("cuda", x.dtype, format, built=False) == only_integers
     assert f"codebook e2m1, {format.scale} scales\n" in explain(x, array, device="cpu")
     for tree in (array, nnx.state(jl_nnx.QuantizedLinear(64, 70, format=format, rngs=nnx.Rngs(0)))):
-        with pytest.raises(ValueError, match=r"tune: .*(tables are for|holds no quantized arrays)"):
+        with pytest.raises(ValueError, match=r"tune: .*(tables are for|has no quantized arrays)"):
             find(tree, [], "bfloat16", excluded=untuned)
     with pytest.raises(ValueError, match="backend 'pallas' cannot compute this product: its kern"):
         quantized_matmul(x, array, backend="pallas")
@@ -488,7 +488,7 @@ WRONG: list[tuple[Any, str]] = [
         lambda: QuantizedArray.from_integers(
             CODES, BITS.repeat(2, 0) - 1, format=NVFP4, tensor_scale=np.ones(3)
         ),
-        r"tensor_scale is float32\[3\], but it is one float, or floats of shape \(\)",
+        r"tensor_scale is float32\[3\], but it must be one float, or floats of shape \(\)",
     ),
     (
         lambda: QuantizedArray.from_integers(
@@ -506,20 +506,24 @@ WRONG: list[tuple[Any, str]] = [
     ),
     (lambda: blocks(EIGHT.astype(jnp.float32), ONE), "values is float32.*view the bits of a"),
     (lambda: blocks(EIGHT, jnp.ones((1, 2))), r"blocks of 128 x 128 have \(1, 1\); transpose both"),
-    (lambda: blocks(EIGHT, ONE.astype(jnp.int32)), "scale is int32, but it is of floats"),
-    (lambda: blocks(EIGHT, ONE.astype(E4M3)), "scale is float8_e4m3fn, but it is of floats"),
+    (lambda: blocks(EIGHT, ONE.astype(jnp.int32)), "scale is int32, but it must be float, or"),
+    (lambda: blocks(EIGHT, ONE.astype(E4M3)), "scale is float8_e4m3fn, but it must be float, or"),
     (lambda: blocks(EIGHT, ONE * jnp.nan), "from_blocks: scale has 1 values that are NaN"),
     (lambda: blocks(EIGHT, np.full((1, 1), 255, np.uint8).view(E8M0)), "scale has 1 values that a"),
     (
         lambda: blocks(EIGHT.at[2, 1].set(jnp.nan), ONE),
-        r"1 that stand for NaN .* first at \(2, 1\)",
+        r"1 that represent NaN .* first at \(2, 1\)",
     ),
     (lambda: blocks(EIGHT, jnp.ones((4, 1)), block_size=(18, 8)), "group_size=18, but a group"),
-    (lambda: blocks(EIGHT, ONE, block_size=(0, 8)), r"block_size\[0\] is 0, but it is the rows"),
+    (
+        lambda: blocks(EIGHT, ONE, block_size=(0, 8)),
+        r"block_size\[0\] is 0, but it must be the "
+        r"rows",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("call", "sentence"), WRONG)
-def test_what_is_refused(call, sentence):
+def test_unsupported_files_raise(call, sentence):
     with pytest.raises(ValueError, match=sentence):
         call()

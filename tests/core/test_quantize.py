@@ -207,7 +207,7 @@ def test_float16_scales_are_small_enough_for_small_weights(dtype, deviation, zer
 
 
 @pytest.mark.parametrize("zero", ["none", "integer", "float"])
-def test_float16_scales_hold_the_smallest_float16_weights_exactly(zero):
+def test_float16_scales_represent_the_smallest_float16_weights_exactly(zero):
     steps = np.random.default_rng(0).integers(-7, 8, (100, 70))
     weight = jnp.asarray(steps * 2.0**-24, jnp.float16)
     array = jaxlowbit.quantize(weight, Format(4, 16, zero))
@@ -553,7 +553,7 @@ def test_eval_shape_gives_an_abstract_array():
     assert abstract.packed.shape == (2, 2, 512) and abstract.packed.dtype == jnp.uint32
 
 
-def test_version_is_checked_where_arrays_come_from_outside(stack):
+def test_version_of_arrays_from_outside_is_checked(stack):
     leaves, treedef = jax.tree.flatten(stack)
     stored = jax.tree.unflatten(treedef, [*leaves[:-1], jnp.full(3, 2, jnp.uint32)])
     with pytest.raises(ValueError, match=r"layout version \[2\], but this library reads version 1"):

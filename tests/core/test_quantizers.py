@@ -115,7 +115,7 @@ def test_functions_get_the_options_that_are_given():
     assert found.shards == (3, 1) and found.scale.dtype == jnp.bfloat16
 
 
-def test_memory_is_that_of_one_float_copy():
+def test_memory_is_one_float_copy():
     weight = jax.ShapeDtypeStruct((2048, 1024), jnp.bfloat16)
     run = jax.jit(quantize, static_argnames=("format", "quantizer"))
     memory = run.lower(weight, INT4, quantizer="absmax").compile().memory_analysis()
@@ -131,7 +131,7 @@ WRONG = {
     r"returns a matrix with shape=\(80, 192\), but \(192, 80\)": (
         lambda weight, format, _: quantize(weight.T, format)
     ),
-    "returns a matrix with format=.*bits=8.* is asked for": (
+    "returns a matrix with format=.*bits=8.* was requested": (
         lambda weight, *_: quantize(weight, INT8)
     ),
 }
@@ -147,11 +147,11 @@ def test_wrong_options_and_statistics():
     weight, statistics = heavy(K, N), Statistics.of(inputs()[:, :8])
     with refuses(r"statistics, shards=\): got an unexpected keyword argument 'shards'"):
         quantize(weight, INT4, quantizer=lambda w, f, _: quantize(w, f), shards=(3, 1))
-    with refuses("the quantizer 'mse' lacks this format: a 1-bit code without a zero"):
+    with refuses("the quantizer 'mse' does not support this format: a 1-bit code without a zero"):
         quantize(weight, Format(1), quantizer="mse")
     with refuses(r"statistics has \(8,\) input features, but .* takes \(192,\)"):
         quantize(weight, INT4, statistics=statistics)
-    with refuses("statistics is 3, but it is a Statistics"):
+    with refuses("statistics is 3, but it must be a Statistics"):
         quantize(weight, INT4, statistics=3)  # pyright: ignore[reportArgumentType]
     with refuses("Statistics.of: inputs is int32"):
         Statistics.of(jnp.ones((2, 3), jnp.int32))
@@ -164,7 +164,7 @@ class Pair(nn.Module):
 
 
 @pytest.mark.parametrize("quantizer", ["mse", narrow])
-def test_models_of_flax_take_them(quantizer):
+def test_models_of_flax_accept_them(quantizer):
     x = inputs(2)
     model = nnx.List([nnx.Linear(K, N, rngs=nnx.Rngs(0))])
     variables = Pair().init(jax.random.key(0), x)

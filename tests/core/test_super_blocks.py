@@ -160,7 +160,7 @@ def test_exported_programs_know_the_format():
     assert_close(export.deserialize(program.serialize()).call(x, array), x @ array)
 
 
-def test_the_call_reads_floats_where_no_kernel_reads_bytes():
+def test_the_call_reads_floats_if_no_kernel_reads_bytes():
     """On the CPU, XLA expands the scales before the call; the words are passed unchanged."""
     array = quantize(random(256, 64), Q4_K)
     lowered = jax.jit(product).lower(jnp.ones((3, 256), jnp.bfloat16), array)
@@ -244,7 +244,7 @@ def test_calls_of_several_products(m):
     np.testing.assert_allclose(got, want, rtol=0.05, atol=0.02 * np.abs(want).max())
 
 
-def test_from_integers_is_what_it_says():
+def test_from_integers_matches_its_documentation():
     rng = np.random.default_rng(0)
     values = rng.integers(0, 16, (320, 70), np.uint8)
     scale, zero = (rng.integers(-128, 128, (10, 70), np.int8) for _ in range(2))
@@ -259,15 +259,13 @@ def test_from_integers_is_what_it_says():
     np.testing.assert_allclose(dequantize(array).value, expected, rtol=1e-6)
 
 
-def test_what_is_refused():
-    with pytest.raises(
-        ValueError, match="group_size=48 beside scale='two_level', but a super-block"
-    ):
+def test_unsupported_files_raise():
+    with pytest.raises(ValueError, match="group_size=48 with scale='two_level', but a super-block"):
         Format(4, 48, scale="two_level")
-    with pytest.raises(ValueError, match="group_size=-1 beside scale='two_level'"):
+    with pytest.raises(ValueError, match="group_size=-1 with scale='two_level'"):
         Format(4, scale="two_level")
     with pytest.raises(
-        ValueError, match="zero='integer' beside scale='two_level', whose zeros are"
+        ValueError, match="zero='integer' with scale='two_level', whose zeros must be"
     ):
         Format(4, 32, "integer", scale="two_level")
     values, scale = jnp.zeros((256, 8), jnp.uint8), jnp.ones((8, 8), jnp.int8)
@@ -275,17 +273,25 @@ def test_what_is_refused():
     pack = functools.partial(QuantizedArray.from_integers, values, format=Q4_K)
     with pytest.raises(ValueError, match="scale is 'two_level', but super_scale is missing"):
         pack(scale, scale)
-    with pytest.raises(TypeError, match="but beside zeros it is a pair"):
+    with pytest.raises(TypeError, match="but with zeros it is a pair"):
         pack(scale, scale, super_scale=floats)
-    with pytest.raises(ValueError, match=r"super_scale\[1\] is float32\[2, 8\], but it is floats"):
+    with pytest.raises(
+        ValueError,
+        match=r"super_scale\[1\] is float32\[2, 8\], but it must be "
+        r"floats",
+    ):
         pack(scale, scale, super_scale=(floats, jnp.ones((2, 8))))
     with pytest.raises(ValueError, match=r"super_scale\[0\] has 8 values that are NaN or infinite"):
         pack(scale, scale, super_scale=(1e6 * floats, floats))
-    with pytest.raises(ValueError, match="scale reaches from 200 to 200, but of two levels it is"):
+    with pytest.raises(
+        ValueError, match="scale reaches from 200 to 200, but with two-level scales"
+    ):
         pack(200 * scale.astype(jnp.int32), scale, super_scale=(floats, floats))
-    with pytest.raises(ValueError, match="zero is float32, but of two levels it is integers"):
+    with pytest.raises(
+        ValueError, match="zero is float32, but two-level scales are 8-bit integers"
+    ):
         pack(scale, scale.astype(jnp.float32), super_scale=(floats, floats))
-    with pytest.raises(ValueError, match="values are unsigned codes, but they are int4"):
+    with pytest.raises(ValueError, match=r"values are int4, but .* must be unsigned codes"):
         QuantizedArray.from_integers(
             values.astype(jnp.int4), scale, scale, format=Q4_K, super_scale=(floats, floats)
         )
@@ -298,7 +304,7 @@ def test_what_is_refused():
             super_scale=floats,
         )
     with pytest.raises(
-        ValueError, match="beyond that of float16 scales; leave scale='two_level' out"
+        ValueError, match="larger than that of float16 scales; leave scale='two_level' out"
     ):
         quantize(jnp.full((256, 8), 1e9).at[0].set(-1e9), Q4_K)
     with pytest.raises(ValueError, match="most groups of a matrix; leave scale='two_level' out"):

@@ -23,7 +23,7 @@ jl: Any = jaxlowbit  # `Any`: the calls below have wrong types
 
 
 @pytest.fixture(autouse=True)
-def as_users_have_it():
+def promotion_of_users():
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
@@ -34,7 +34,7 @@ def complaints(seeds: range) -> list[str]:
 
 
 @pytest.mark.parametrize("name", wrong_calls.CALLS)
-def test_what_is_changed_is_right_at_first(name):
+def test_unmodified_calls_are_valid(name):
     """The unchanged calls must work, so that each error is due to the change."""
     if name not in ELSEWHERE:
         wrong_calls.CALLS[name].run({})
@@ -55,7 +55,7 @@ def test_many_wrong_calls(first):
     assert complaints(range(first, min(first + 500, ALL))) == []
 
 
-def test_errors_of_others_are_no_sentences():
+def test_errors_of_other_libraries_are_not_sentences():
     def judge(function: Any) -> str | None:
         call = right_calls.Call(lambda given: function(), {"given": lambda: 0}, ("quantize",))
         wrong_calls.CALLS["judged"] = call
@@ -77,12 +77,14 @@ def test_errors_of_others_are_no_sentences():
 
 
 PLAUSIBLE: Any = {
-    "quantize: format is 4, but it is a Format, such as": lambda a: jl.quantize(a["w"], 4),
-    r"quantized_matmul: lhs is key<fry>\[\], but it is": lambda a: jl.quantized_matmul(
+    "quantize: format is 4, but it must be a Format, such as": lambda a: jl.quantize(a["w"], 4),
+    r"quantized_matmul: lhs is key<fry>\[\], but it must be": lambda a: jl.quantized_matmul(
         jax.random.key(0), a["q"]
     ),
-    "quantize: shards is 2, but it is two numbers": lambda a: jl.quantize(a["w"], "int4", shards=2),
-    r"quantize: shards is \(2,\), but it is two": lambda a: jl.quantize(
+    "quantize: shards is 2, but it must be two numbers": lambda a: jl.quantize(
+        a["w"], "int4", shards=2
+    ),
+    r"quantize: shards is \(2,\), but it must be two": lambda a: jl.quantize(
         a["w"], "int4", shards=(2,)
     ),
     "quantize: scale_dtype is 'half4', which names no dtype": lambda a: jl.quantize(
@@ -94,7 +96,7 @@ PLAUSIBLE: Any = {
     "partition_spec: the mesh axis 'model' occurs twice": lambda a: a["q"].partition_spec(
         a["mesh"], n="model", k="model"
     ),
-    r"QuantizedArray.dequantize: dtype is int8, but weights stand for floats": lambda a: a[
+    r"QuantizedArray.dequantize: dtype is int8, but weights are floats": lambda a: a[
         "q"
     ].dequantize("int8"),
     r"supported_backends: rhs is float32\[64, 128\]": lambda a: jl.supported_backends(
@@ -106,11 +108,11 @@ PLAUSIBLE: Any = {
     "quantized_matmul: backend={} is unknown": lambda a: jl.quantized_matmul(
         a["x"], a["q"], backend={}
     ),
-    "quantized_matmul: lhs is a QuantizedArray, but it is activations": lambda a: (
+    "quantized_matmul: lhs is a QuantizedArray, but it must be activations": lambda a: (
         jl.quantized_matmul(a["q"], a["q"])
     ),
     r"explain: lhs has shape \(64, 128\) and rhs \(64, 128\)": lambda a: jl.explain(a["w"], a["q"]),
-    "quantized_block: epsilon is nan, but it is a finite number": lambda a: wrong_calls.CALLS[
+    "quantized_block: epsilon is nan, but it must be a finite number": lambda a: wrong_calls.CALLS[
         "block"
     ].run({"epsilon": float("nan")}),
 }

@@ -91,7 +91,7 @@ WRONG = {
 
 @pytest.mark.parametrize("value", WRONG)
 @pytest.mark.parametrize("kind", SHAPES)
-def test_other_dtypes_are_refused(kind, value):
+def test_other_dtypes_raise(kind, value):
     error, sentence = WRONG[value]
     with pytest.raises(error, match=rf"Quantized\w+: {sentence}"):
         of_nnx(kind, value)
@@ -197,7 +197,7 @@ def test_models_quantize_the_inputs_of_layers(choice, chosen):
     np.testing.assert_array_equal(bound(TOKENS), out)
 
 
-def test_wrong_choices_of_models_are_refused():
+def test_wrong_choices_of_models_raise():
     def choose(choice: Any) -> None:
         jl_nnx.quantize_model(Model(nnx.Rngs(0)), INT4, lhs_qtype=choice)
 

@@ -99,7 +99,7 @@ def test_linen_stacks_have_statistics_of_each_matrix():
     assert errors[0] < 0.9 * errors[1]
 
 
-def test_few_rows_of_inputs_warn_once():
+def test_calibration_on_few_rows_warns_once():
     message = "8 rows of inputs for first, fewer than its 64 input features"
     with pytest.warns(UserWarning, match=f"^quantize_model: calibration has {message}") as found:
         quantize_model(Model(), FORMAT, keep="raw", quantizer="gptq", calibration=[BATCHES[0][:8]])
@@ -113,7 +113,7 @@ def test_few_rows_of_inputs_warn_once():
         ({"quantizer": "hqq", "calibration": BATCHES}, "'hqq' reads no statistics"),
         ({"quantizer": "awq", "calibration": BATCHES}, "before a layer, which only"),
         ({"quantizer": "gptq", "calibration": []}, "the calibration has no batch"),
-        ({"quantizer": "gptq", "calibration": 3}, "calibration is 3, but it is an iterable"),
+        ({"quantizer": "gptq", "calibration": 3}, "calibration is 3, but it must be an iterable"),
         (
             {"quantizer": "gptq", "calibration": [jnp.full((2, WIDTH), jnp.nan)]},
             "the inputs of first are NaN or infinite",
@@ -123,7 +123,7 @@ def test_few_rows_of_inputs_warn_once():
                 "quantizer": "gptq",
                 "calibration": Calibration(BATCHES, apply=lambda model, x: model.first(x)),
             },
-            "calibration never reaches last, ",
+            "no batch of calibration runs last, ",
         ),
     ],
 )

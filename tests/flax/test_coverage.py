@@ -126,7 +126,7 @@ def test_every_parameter_counts_once(api):
 
 
 @pytest.mark.filterwarnings("ignore:quantize_model")
-def test_what_is_quantized_again_was_quantized_before():
+def test_requantized_weights_are_already_quantized():
     model = NnxModel()
     jl_nnx.quantize_model(model, {"blocks": INT8, "": None})
     report = jl_nnx.quantize_model(model, {"final": INT8})
@@ -135,7 +135,7 @@ def test_what_is_quantized_again_was_quantized_before():
     assert report.packed and "quantized before" in str(report)
 
 
-def test_a_warning_names_what_is_not_covered(api):
+def test_a_warning_names_uncovered_parameters(api):
     path = {"nnx": r"attention\.w", "linen": "w"}[api]
     message = rf"^quantize_model: 1\d% of the bytes .* the largest {path} of shape \(64, 4, 16\) in"
     with pytest.warns(UserWarning, match=message):
@@ -166,7 +166,7 @@ def test_linen_layers_that_the_call_does_not_reach_are_named():
 
 
 @pytest.mark.filterwarnings("ignore:quantize_model")
-def test_a_lone_format_keeps_tables_heads_and_routers(api):
+def test_a_single_format_leaves_tables_heads_and_routers_in_floats(api):
     for vocabulary in (VOCABULARY, HIDDEN):  # blocks are not heads, whatever their width
         report, _, found = quantize(api, "int4", vocabulary)
         assert found == blocks(api)
@@ -177,7 +177,7 @@ def test_a_lone_format_keeps_tables_heads_and_routers(api):
 
 
 @pytest.mark.filterwarnings("ignore:quantize_model")
-def test_rules_go_before_defaults_and_keep_goes_beside_them(api):
+def test_rules_override_defaults_and_keep_adds_to_them(api):
     _, _, found = quantize(api, {"": "uint4"})
     assert found == blocks(api) | {"tokens", "final"} | {
         path.replace("up", "gate") for path in blocks(api) if "up" in path
@@ -198,7 +198,7 @@ def test_rules_go_before_defaults_and_keep_goes_beside_them(api):
         ((16, 64), Format(8, 16), True),
     ],
 )
-def test_layers_that_would_grow_are_kept(sizes, format, grows):
+def test_layers_that_would_grow_stay_in_floats(sizes, format, grows):
     model: Any = nnx.Sequential(
         nnx.Linear(*sizes, use_bias=False, rngs=nnx.Rngs(0)),
         nnx.Linear(256, 256, use_bias=False, rngs=nnx.Rngs(0)),
@@ -210,7 +210,7 @@ def test_layers_that_would_grow_are_kept(sizes, format, grows):
     assert (found.nbytes_after >= found.nbytes_before) == grows
 
 
-def test_a_tied_head_that_is_applied_to_the_table_is_no_layer():
+def test_a_tied_head_applied_to_the_table_is_not_a_layer():
     class Tied(nn.Module):
         def setup(self):
             self.table = nn.Embed(VOCABULARY, WIDTH)
@@ -233,7 +233,7 @@ def test_a_tied_head_that_is_applied_to_the_table_is_no_layer():
 # --- objects that are not models, and rules that quantize nothing --------------------------------
 
 
-def test_a_choice_that_quantizes_nothing_is_refused(api):
+def test_a_choice_that_quantizes_nothing_raises(api):
     wrong: Any = ({"rules": {"": None}}, {"rules": INT4, "keep": "."})
     for options in wrong:
         with pytest.raises(ValueError, match=r"no layer would be quantized.*\n- .*kept by a rule"):
@@ -255,7 +255,7 @@ class Stranger:
         (lambda: [1, 2], r"\[1, 2\]; pass the nnx.Module"),
     ],
 )
-def test_what_is_no_nnx_model_is_refused(make, message):
+def test_values_other_than_nnx_models_raise(make, message):
     with pytest.raises(TypeError, match=f"^quantize_model: the model is {message}"):
         jl_nnx.quantize_model(make(), INT4)
 
@@ -271,7 +271,7 @@ def test_models_of_other_libraries_are_named(library, monkeypatch):
             refused()
 
 
-def test_what_is_no_linen_model_is_refused():
+def test_values_other_than_linen_models_raise():
     module = LinenModel()
     variables = module.init(jax.random.key(0), TOKENS)
 
@@ -286,7 +286,7 @@ def test_what_is_no_linen_model_is_refused():
             r"pass what it wraps: model\.module and {'params': model\.params}",
         ),
         ((module, variables["params"]), r"no 'params'; pass all .*, or {'params': params} if"),
-        ((module, INT4), "variables is of class Format, but it is what init returned"),
+        ((module, INT4), "variables is of class Format, but it must be what init returned"),
         (({}, variables), r"the model is a dict of arrays, .* pass the nn\.Module and what its"),
     ):
         with pytest.raises((TypeError, ValueError), match=rf"^quantize_model: .*{message}"):

@@ -112,7 +112,7 @@ def test_linen_layer_is_its_fake_quantized_twin(equation):
 
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
 @pytest.mark.parametrize("preferred", [None, jnp.float32])
-def test_dtypes_are_those_of_the_float_layer(dtype, preferred):
+def test_dtypes_match_the_float_layer(dtype, preferred):
     equation = "btd,dnh->btnh"
     options: Any = {"dtype": dtype, "param_dtype": jnp.bfloat16}
     options["preferred_element_type"] = preferred
@@ -234,16 +234,16 @@ def test_linen_models_quantize_einsum_layers(scanned):
         ("bd,...df->b...f", (4, 4), "is not of the form"),
         ("bb,bf->bf", (4, 4), "repeats a letter within 'bb', so that it is no product"),
         ("bd,df->bf", (4, 4, 4), r"has 2 letters for a kernel of shape \(4, 4, 4\)"),
-        ("bd,df->bfz", (4, 4), "has 'z' in the result alone"),
-        ("bd,df->...bf", (4, 4), r"has '\.\.\.' in the result alone"),
-        ("bd,dfg->bf", (4, 4, 4), "sums the kernel alone over 'g'"),
-        ("btd,df->bf", (4, 4), "sums the inputs alone over 't'"),
-        ("...bd,df->bf", (4, 4), r"sums the inputs alone over '\.\.\.'"),
+        ("bd,df->bfz", (4, 4), "has 'z' only in the result"),
+        ("bd,df->...bf", (4, 4), r"has '\.\.\.' only in the result"),
+        ("bd,dfg->bf", (4, 4, 4), "sums 'g' of the kernel, which the inputs lack"),
+        ("btd,df->bf", (4, 4), "sums 't' of the inputs, which the kernel lacks"),
+        ("...bd,df->bf", (4, 4), r"sums '\.\.\.' of the inputs, which the kernel lacks"),
         ("bd,f->bdf", (4,), "sums over no letter of both"),
         ("bd,df->bdf", (4, 4), "sums over no letter of both, .* keep such a layer in floats"),
     ],
 )
-def test_equations_that_are_no_products_are_refused(equation, shape, message):
+def test_equations_other_than_products_raise(equation, shape, message):
     with pytest.raises(ValueError, match=message):
         Equation.parse(equation, shape)
     with pytest.raises(ValueError, match=message):
@@ -253,7 +253,7 @@ def test_equations_that_are_no_products_are_refused(equation, shape, message):
         layer.init(KEY, random(2, 4))
 
 
-def test_models_with_other_equations_are_refused():
+def test_models_with_other_equations_raise():
     layer = nnx.Einsum("bd,df->bdf", (64, 64), rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"in up: The equation .* Or keep the layer, with a rule"):
         jl_nnx.quantize_model(nnx.Dict(up=layer), INT4)
@@ -267,7 +267,7 @@ def test_models_with_other_equations_are_refused():
             jl_linen.quantize_model(module, floats, INT4, x)
 
 
-def test_wrong_inputs_and_layers_are_refused():
+def test_wrong_inputs_and_layers_raise():
     layer = quantized("btd,dnh->btnh")
     with pytest.raises(ValueError, match=r"have shape \(3, 96\), but the equation names .* 'btd'"):
         layer(random(3, 96))

@@ -79,7 +79,7 @@ def rounded(model: Any, quantized: Any) -> Any:
     return model
 
 
-def test_layers_are_quantized_as_their_equations_say():
+def test_layers_are_quantized_by_their_equations():
     model = Attention()
     report = quantize_model(model, INT4, layers=[EINSUM, PROJECTION])
     assert [layer.path for layer in report.layers if layer.format] == ["q", "kv", "out", "last"]
@@ -136,17 +136,17 @@ def test_without_a_description_they_are_not_covered():
         ),
     ],
 )
-def test_wrong_descriptions_are_refused(layer, message):
+def test_wrong_descriptions_raise(layer, message):
     model = Attention()
     with pytest.raises(ValueError, match=message):
         quantize_model(model, {"": INT4}, layers=[layer])
     assert type(model.q) is Einsum
 
 
-def test_what_is_no_description_is_refused():
+def test_invalid_descriptions_raise():
     for layers in (Einsum, [Einsum], EINSUM, "w"):
         with pytest.raises(
-            TypeError, match=r"^quantize_model: layers is .*, but it is a list of E"
+            TypeError, match=r"^quantize_model: layers is .*, but it must be a list of E"
         ):
             quantize_model(Attention(), INT4, layers=layers)  # pyright: ignore
     for arguments in ((3, "w", "ab,bc->ac"), (Einsum, None, "ab,bc->ac"), (Einsum, "w", 3)):
@@ -156,5 +156,9 @@ def test_what_is_no_description_is_refused():
         EinsumLayer("(", "w", "ab,bc->ac")
     with pytest.raises(ValueError, match=r"^EinsumLayer: The equation 'btd->bt' is not of the"):
         EinsumLayer(Einsum, "w", "btd->bt")
-    with pytest.raises(ValueError, match=r"^EinsumLayer: inputs is -1, but it is the position"):
+    with pytest.raises(
+        ValueError,
+        match=r"^EinsumLayer: inputs is -1, but it must be the "
+        r"position",
+    ):
         EinsumLayer(Einsum, "w", "ab,bc->ac", inputs=-1)

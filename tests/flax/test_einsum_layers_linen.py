@@ -93,7 +93,7 @@ def near(found: Any, expected: Any, tolerance: float) -> bool:
 
 
 @pytest.mark.parametrize("lifted", [False, True], ids=["plain", "scanned"])
-def test_layers_are_quantized_as_their_calls_say(lifted):
+def test_layers_are_quantized_by_the_equations_of_their_calls(lifted):
     module = Model(lifted)
     floats = module.init(KEY, X)
     model, variables, report = quantize_model(module, floats, INT8, X, layers=LAYERS)
@@ -143,7 +143,7 @@ def test_layers_of_other_packages_are_known(kind, name, monkeypatch):
     assert [layer.path for layer in report.layers] == [f"block.{name}" for name in known]
 
 
-def test_calls_of_known_layers_that_are_written_otherwise_stay_as_they_are(monkeypatch):
+def test_known_layers_with_other_equations_stay_floats(monkeypatch):
     monkeypatch.setattr(Einsum, "__module__", "gemma.gm.nn._layers")
 
     class Model(nn.Module):
@@ -159,7 +159,7 @@ def test_calls_of_known_layers_that_are_written_otherwise_stay_as_they_are(monke
     assert near(model.apply(variables, X), module.apply(floats, X), 0.02)
 
 
-def test_another_equation_is_refused():
+def test_another_equation_raises():
     """It has the same sizes, but contracts a different axis."""
 
     class Square(nn.Module):
@@ -178,7 +178,7 @@ def test_another_equation_is_refused():
 
 
 @pytest.mark.filterwarnings("ignore:quantize_model")
-def test_wrong_descriptions_are_refused():
+def test_wrong_descriptions_raise():
     module = Model()
     floats = module.init(KEY, X)
     number: Any = lambda *_: 3  # noqa: E731
@@ -188,13 +188,17 @@ def test_wrong_descriptions_are_refused():
         (EinsumLayer(FlaxConv1D, "kernel", lambda layer: "..."), "equation of .* raises TypeError"),
         (
             EinsumLayer(FlaxConv1D, "kernel", number),
-            "equation of .* is 3, but it is a",
+            "equation of .* is 3, but it must be a",
         ),
     ):
         with pytest.raises(ValueError, match=message):
             quantize_model(module, floats, {"": INT4}, X, layers=[layer])
     wrong: Any = [FlaxConv1D]
-    with pytest.raises(TypeError, match=r"^quantize_model: layers is .*, but it is a list of E"):
+    with pytest.raises(
+        TypeError,
+        match=r"^quantize_model: layers is .*, but it must be a list of "
+        r"E",
+    ):
         quantize_model(module, floats, INT4, X, layers=wrong)
     behind = EinsumLayer(FlaxConv1D, "kernel", "...k,nk->...n", inputs=1, bias="bias")
     model, variables, _ = quantize_model(module, floats, {"conv": INT4}, X, layers=[behind])

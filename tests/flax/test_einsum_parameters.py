@@ -111,7 +111,7 @@ def test_a_model_runs_on_packed_parameters():
     assert f"f32[{VOCABULARY},{WIDTH}]" not in text and f"f32[{WIDTH},{VOCABULARY}]" not in text
 
 
-def test_a_lone_format_keeps_embeddings():
+def test_a_single_format_leaves_embeddings_in_floats():
     model = Model()
     report = quantize_model(model, "int8", layers=[UP, TABLE])
     kept = {layer.path: layer.backend for layer in report.layers if layer.format is None}
@@ -119,14 +119,14 @@ def test_a_lone_format_keeps_embeddings():
     assert isinstance(model.embedder.table, nnx.Param)
 
 
-def test_a_lone_format_keeps_heads_and_routers_by_their_modules():
+def test_a_single_format_leaves_heads_and_routers_in_floats_by_module():
     model = nnx.Dict(up=Careless(), lm_head=Careless())
     report = quantize_model(model, "int8", layers=[EinsumParameter(r"\.w$", "a,ab->b")])
     kept = {layer.path: layer.backend for layer in report.layers if layer.format is None}
     assert kept == {"lm_head.w": "kept by default: a head, by its name"}
 
 
-def test_a_rule_keeps_some_of_a_module():
+def test_a_rule_leaves_parts_of_a_module_in_floats():
     model = Model()
     quantize_model(model, {"down": None, "up": INT4}, layers=[UP])
     assert isinstance(model.blocks[0].down, nnx.Param)
@@ -218,7 +218,7 @@ def test_parameters_are_divided_over_a_mesh():
         np.testing.assert_allclose(run(state, x), floats(x), atol=1e-3)
         specs = (nnx.get_partition_spec(state), jax.P())
         inside = jax.shard_map(run, in_specs=specs, out_specs=jax.P(), check_vma=False)
-        with pytest.raises(ValueError, match=r"^A device holds a part .* inside jax\.shard_map"):
+        with pytest.raises(ValueError, match=r"^A device has a part .* inside jax\.shard_map"):
             inside(state, x)
 
 
@@ -250,7 +250,7 @@ def refused(words: str, *layers: Any, model: Any = None, rules: Any = None) -> N
         quantize_model(model or Model(), rules or {"": INT8}, layers=layers)
 
 
-def test_descriptions_that_fit_nothing_are_refused():
+def test_descriptions_without_a_match_raise():
     listed = r"The parameters are embedder\.table, blocks\.0\."
     refused(
         rf"EinsumParameter\('gate'\) matches no parameter; .*{listed}",
@@ -273,13 +273,13 @@ def test_descriptions_that_fit_nothing_are_refused():
     refused("equation of Embedder raises AttributeError", wrong)
 
 
-def test_arguments_that_are_none_are_refused():
+def test_invalid_arguments_raise():
     for words, arguments in (
         ("path is 3", (3, "a,ab->b")),
         ("equation is None", ("up", None)),
         ("module is 3", ("up", "a,ab->b", 3)),
     ):
-        with pytest.raises(TypeError, match=f"^EinsumParameter: {words}, but it is"):
+        with pytest.raises(TypeError, match=f"^EinsumParameter: {words}, but it must be"):
             EinsumParameter(*arguments)  # pyright: ignore
     with pytest.raises(ValueError, match=r"^EinsumParameter: path='\(' is no regular expression"):
         EinsumParameter("(", "a,ab->b")
@@ -287,7 +287,7 @@ def test_arguments_that_are_none_are_refused():
         EinsumParameter("table", "dv")
 
 
-def test_a_parameter_in_two_modules_is_refused():
+def test_a_parameter_in_two_modules_raises():
     model = Model()
     model.blocks[1].up = model.blocks[0].up
     refused(r"blocks\.0 and blocks\.1 share one kernel variable", UP, model=model)
@@ -305,7 +305,7 @@ class Careless(nnx.Module):
         return self.last.get_value()
 
 
-def test_code_that_does_something_else_is_refused_when_it_runs():
+def test_code_with_an_unsupported_use_raises_when_it_runs():
     model = Careless()
     quantize_model(model, {"": INT8}, layers=[EinsumParameter("w", "a,ab->b")])
     with pytest.raises(ValueError, match=r"applies mul to it: Careless\.w is a packed weight"):

@@ -108,7 +108,7 @@ def test_a_model_runs_on_packed_parameters(model):
     assert text.count("= quantized_matmul") == 3  # the product of the dense layer includes its bias
 
 
-def test_changed_variables_come_back(model):
+def test_changed_variables_are_returned(model):
     _, quantized, stored, _ = model
     out, changed = quantized.apply(stored, IDS, mutable=["state"])
     assert out.shape == (2, 3, VOCABULARY) and changed["state"]["experts"]["calls"] == 1
@@ -116,7 +116,7 @@ def test_changed_variables_come_back(model):
     assert set(changed["params"]) == {"experts"} and "packing" not in str(changed)
 
 
-def test_gradients_pass_the_packed_words(model):
+def test_gradients_with_packed_words(model):
     variables, quantized, stored, _ = model
     wanted = floats(variables, stored)
 
@@ -138,14 +138,14 @@ def test_init_and_abstract_variables(model):
     assert jax.tree.map(jnp.shape, abstract) == jax.tree.map(jnp.shape, stored)
 
 
-def test_a_lone_format_keeps_embeddings():
+def test_a_single_format_leaves_embeddings_in_floats():
     variables = Model().init(jax.random.key(0), IDS)
     _, _, report = quantize_model(Model(), variables, "int8", IDS, 1.0, layers=[TABLE, EXPERTS])
     kept = {layer.path: layer.backend for layer in report.layers if layer.format is None}
     assert kept == {"embedder.table": "kept by default: an embedding"}
 
 
-def test_bind_is_refused(model):
+def test_bind_raises(model):
     _, quantized, stored, _ = model
     with pytest.raises(ValueError, match=r"^QuantizedModel\.bind: .* is packed, .* use apply"):
         quantized.bind(stored)
@@ -190,7 +190,7 @@ def test_a_table_that_other_code_reads_is_quantized():
     np.testing.assert_allclose(plain.apply(stored, IDS, True), wanted, atol=1e-3)
 
 
-def test_descriptions_that_fit_nothing_are_refused():
+def test_descriptions_without_a_match_raise():
     variables = Model().init(jax.random.key(0), IDS)
 
     def refused(words: str, *layers: Any) -> None:
@@ -207,7 +207,7 @@ def test_descriptions_that_fit_nothing_are_refused():
     )
 
 
-def test_code_that_does_something_else_is_refused_when_it_runs():
+def test_code_with_an_unsupported_use_raises_when_it_runs():
     class Careless(nn.Module):
         @nn.compact
         def __call__(self, x: Any) -> Any:
@@ -236,7 +236,7 @@ def test_a_pretrained_model_is_quantized_in_place():
         quantize_pretrained(model, EVERYTHING, IDS)
 
 
-def test_what_is_no_pretrained_model_is_refused():
+def test_values_other_than_pretrained_models_raise():
     with pytest.raises(TypeError, match=r"^quantize_pretrained: the model is of class Tied, but"):
         quantize_pretrained(Tied(), EVERYTHING, IDS)
     model = Pretrained()

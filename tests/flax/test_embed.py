@@ -73,7 +73,7 @@ def test_columns_of_the_layout(bits):
     ],
     ids=str,
 )
-def test_columns_are_those_of_the_dequantized_matrix(format, dtype):
+def test_columns_match_the_dequantized_matrix(format, dtype):
     array = quantize(random(FEATURES, VOCABULARY), format)
     found = take_columns(array, TOKENS, jnp.dtype(dtype))
     assert found.shape == (*TOKENS.shape, FEATURES)
@@ -90,7 +90,7 @@ def test_columns_of_a_matrix_in_shards(shards):
 
 
 @pytest.mark.parametrize("dtype", ["int32", "int8", "uint8", "uint32", "int16"])
-def test_numbers_out_of_range_are_those_of_take(dtype):
+def test_numbers_out_of_range_match_take(dtype):
     info = jnp.iinfo(dtype)
     tokens = [x for x in [*STRANGE, 2**32 - 1, 255] if info.min <= x <= info.max]
     tokens = jnp.array(tokens, jnp.dtype(dtype))
@@ -155,7 +155,7 @@ def test_linen_layer_is_its_fake_quantized_twin():
         layer.apply({}, TOKENS)
 
 
-def test_one_embedding_is_that_of_any_token():
+def test_a_table_of_one_embedding_serves_every_token():
     layer = quantized(vocabulary=1)
     tokens = jnp.array([0, 7, -3])
     np.testing.assert_array_equal(layer(tokens), twin(layer, vocabulary=1)(tokens))
@@ -183,7 +183,7 @@ def test_initialised_abstract_and_restored(tmp_path):
     np.testing.assert_array_equal(merged(TOKENS), layer(TOKENS))
 
 
-def test_scales_are_trained_when_asked_for():
+def test_scales_are_trained_on_request():
     layer = quantized()
 
     def loss(scale):
@@ -296,7 +296,7 @@ def _rounded(floats, layer, name):
 # --- errors --------------------------------------------------------------------------------------
 
 
-def test_wrong_inputs_and_layers_are_refused():
+def test_wrong_inputs_and_layers_raise():
     with pytest.raises(ValueError, match="the inputs are float32, but tokens are integers; cast"):
         quantized()(jnp.ones(3))
     with pytest.raises(ValueError, match=r"query has shape \(5, 97\), .* \(..., 96\); pass"):

@@ -103,7 +103,7 @@ def test_arrays_have_the_names_of_the_kernel(format, shards, groups):
 
 
 @pytest.mark.parametrize("kind", ["general", "einsum", "embed"])
-def test_metadata_of_a_layer_says_what_its_initialiser_may(kind):
+def test_metadata_of_a_layer_may_be_set_like_in_its_initializer(kind):
     layer: Any
     layer, arguments, names = {
         "general": (QuantizedLinearGeneral, ((2, 64), (4, 32)), ("embed", None, "mlp", None)),
@@ -247,7 +247,7 @@ def test_named_shardings_place_a_model(mesh):
     assert_close(jax.jit(f)(state, x), want)
 
 
-def test_parts_that_are_no_whole_atoms_are_refused(mesh):
+def test_shards_that_cut_atoms_raise(mesh):
     with jax.set_mesh(mesh):
         model = Mlp(256, 200, RULES)
         with pytest.raises(ValueError, match=r"in up: .*n=200 in 4 parts .*quantize with shards="):
@@ -324,7 +324,7 @@ def test_layers_with_sharded_inputs_inside_shard_map(k):
     assert_close(jax.jit(f)(state, x), layer(x))
 
 
-def test_layers_with_words_of_another_size_are_refused_outside_shard_map():
+def test_layers_with_words_of_another_size_raise_outside_shard_map():
     layer = QuantizedLinear(256, 256, format=FOUR, rngs=nnx.Rngs(0))
     layer.packed.set_value(layer.packed[...][:2])
     with pytest.raises(ValueError, match=r"packed is uint32\(2, 4, 512\), but the other fields"):

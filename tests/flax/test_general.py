@@ -120,7 +120,7 @@ def test_linen_layer_is_the_product_with_the_dequantized_kernel(name):
 
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("preferred", [None, jnp.float32])
-def test_dtypes_are_those_of_the_float_layer(dtype, preferred):
+def test_dtypes_match_the_float_layer(dtype, preferred):
     name = "many to one"
     options = {"dtype": dtype, "param_dtype": jnp.bfloat16}
     x = random(*LAYERS[name][0], dtype="bfloat16")
@@ -269,7 +269,7 @@ def test_linen_attention_is_its_fake_quantized_twin(scanned):
 # --- errors --------------------------------------------------------------------------------------
 
 
-def test_inputs_that_do_not_fit_are_refused():
+def test_inputs_of_other_shapes_raise():
     layer = quantized("many to one")
     with pytest.raises(ValueError, match=r"is \(2, 48\) along the contracted axes \(2, 3\), but"):
         layer(random(2, 3, 2, 48))  # the number of values matches the kernel
@@ -282,10 +282,10 @@ def test_inputs_that_do_not_fit_are_refused():
         linen.init(KEY, random(96))
 
 
-def test_axes_that_mean_nothing_are_refused():
+def test_invalid_axes_raise():
     with pytest.raises(ValueError, match=r"in_features is \(4, 24\) and axis \(-1,\), but each"):
         QuantizedLinearGeneral((4, 24), 8, format=INT4, rngs=nnx.Rngs(0))
-    message = r"The batch axes are \(1,\), but they are the first axes of the inputs"
+    message = r"The batch axes are \(1,\), but they must be the first axes of the inputs"
     with pytest.raises(ValueError, match=message):
         QuantizedLinearGeneral(96, 8, format=INT4, batch_axis={1: 3}, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=message):
@@ -293,7 +293,7 @@ def test_axes_that_mean_nothing_are_refused():
         linen.init(KEY, random(2, 3, 96))
 
 
-def test_layers_that_cannot_be_replaced_are_refused():
+def test_layers_that_cannot_be_replaced_raise():
     with pytest.raises(TypeError, match=r"the layer is Linear, but an nnx.LinearGeneral is needed"):
         QuantizedLinearGeneral.from_linear_general(
             nnx.Linear(4, 4, rngs=nnx.Rngs(0)),  # pyright: ignore

@@ -146,7 +146,7 @@ def test_layer_under_vmap_and_grad():
 
 
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
-def test_dtypes_are_those_of_dense(dtype):
+def test_dtypes_match_dense(dtype):
     x = jnp.ones((2, K), jnp.bfloat16)
     options: Any = {"dtype": dtype, "param_dtype": jnp.bfloat16}
     layers: Any = (nn.Dense(N, **options), QuantizedDense(N, FORMAT, **options))
@@ -177,7 +177,7 @@ def test_model_equals_its_fake_quantized_twin(name):
 
 
 @pytest.mark.slow
-def test_params_alone_are_differentiated():
+def test_only_params_are_differentiated():
     module = MODELS["tied"]
     floats = initialised(module)
     model, variables, _ = quantize_model(module, floats, FORMAT, TOKENS)
@@ -232,14 +232,14 @@ def test_rules_and_report():
 # --- errors --------------------------------------------------------------------------------------
 
 
-def test_models_that_cannot_be_quantized_are_refused():
+def test_models_that_cannot_be_quantized_raise():
     x = jnp.ones((2, K))
 
     class Special(nn.Dense):
         pass
 
     for layer, message in (
-        (nn.Dense(N, precision="highest"), r"'layers_0' has precision='highest', which a quant"),
+        (nn.Dense(N, precision="highest"), r"'layers_0' has precision='highest', but quant"),
         (Special(N), r"'layers_0' is Special, and a subclass .* Keep it, with a rule"),
     ):
         module = nn.Sequential([layer])
@@ -257,7 +257,7 @@ def test_models_that_cannot_be_quantized_are_refused():
         quantize_model(module, floats, INT4, TOKENS)
 
 
-def test_missing_kernels_are_refused():
+def test_missing_kernels_raise():
     layer, x = QuantizedDense(N, INT4), jnp.ones((2, K))
     with pytest.raises(ValueError, match="has no kernel in the collection 'quantized'"):
         layer.apply({"params": layer.init(KEY, x)["params"]}, x)

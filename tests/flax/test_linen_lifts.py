@@ -94,7 +94,7 @@ def twin(model: Any, variables: Any, floats: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", LIFTS)
-def test_layers_are_found_and_compute_what_the_twin_does(name):
+def test_layers_are_found_and_match_the_twin(name):
     if "jit" in name:  # flax traces the layers of `nn.jit` once
         jax.clear_caches()
     module: Any = Model(LIFTS[name])
@@ -112,7 +112,7 @@ def test_layers_are_found_and_compute_what_the_twin_does(name):
         np.testing.assert_allclose(apply(variables, X), want, atol=1e-4)
 
 
-def test_blocks_of_one_trace_have_formats_of_their_own():
+def test_blocks_of_one_trace_may_have_different_formats():
     module: Any = Model(pair(JittedBlock))
     floats = module.init(KEY, X)
     formats: Any = dict(zip(("r0", "r1"), ALIKE, strict=True))
@@ -124,7 +124,7 @@ def test_blocks_of_one_trace_have_formats_of_their_own():
         np.testing.assert_allclose(model.apply(variables, X), want, atol=1e-4)
 
 
-def test_models_of_one_trace_have_formats_of_their_own():
+def test_models_of_one_trace_may_have_different_formats():
     module: Any = Model(pair(JittedBlock))
     floats = module.init(KEY, X)
     quantized = []
@@ -223,7 +223,7 @@ COMPUTED = {
 
 
 @pytest.mark.parametrize("name", COMPUTED)
-def test_computed_weights_are_refused_unless_kept(name):
+def test_computed_weights_raise_unless_kept_in_floats(name):
     if "jit" in name:
         jax.clear_caches()
 
@@ -233,14 +233,14 @@ def test_computed_weights_are_refused_unless_kept(name):
     module: Any = Model(run)
     floats = module.init(KEY, X)
     _, before = module.apply(floats, X)
-    with pytest.raises(ValueError, match=r"'r.*' multiplies by what is computed.*Keep"):
+    with pytest.raises(ValueError, match=r"'r.*' computes its factor.*Keep"):
         quantize_model(module, floats, {"": FORMAT}, X)
     model, variables, report = quantize_model(module, floats, {"plain": FORMAT, "r": None}, X)
     assert [layer.path for layer in report.layers if layer.format] == ["plain"]
     np.testing.assert_array_equal(model.apply(variables, X)[1], before)
 
 
-def test_a_weight_that_is_computed_in_one_of_two_calls_is_refused():
+def test_a_weight_computed_in_one_of_two_calls_raises():
     class Twice(nn.Module):
         def setup(self):
             self.layer = nn.Dense(WIDTH)
@@ -250,11 +250,11 @@ def test_a_weight_that_is_computed_in_one_of_two_calls_is_refused():
             return self.layer(x) + norm(self.layer, x)
 
     module = Twice()
-    with pytest.raises(ValueError, match="'layer' multiplies by what is computed"):
+    with pytest.raises(ValueError, match="'layer' computes its factor"):
         quantize_model(module, module.init(KEY, X), FORMAT, X)
 
 
-def test_a_model_without_layers_is_refused():
+def test_a_model_without_layers_raises():
     module = nn.Sequential([nn.LayerNorm(), nn.relu])
     for rules in (FORMAT, {"": FORMAT}, {}):
         with pytest.raises(ValueError, match=r"calls none of nn\.Dense, .* pass arguments"):

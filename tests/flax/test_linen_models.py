@@ -66,7 +66,7 @@ def close(got: Any, want: Any) -> None:
 
 
 @pytest.mark.parametrize("rngs", [KEY, {"params": KEY, "dropout": KEY}], ids=["key", "keys"])
-def test_init_quantizes_what_the_module_initialises(rngs):
+def test_init_quantizes_the_initial_values_of_the_module(rngs):
     model, want = quantized()
     variables = model.init(rngs, X)
     assert jax.tree.structure(variables) == jax.tree.structure(want)
@@ -152,7 +152,7 @@ def by_bind(table: jax.Array, x: jax.Array) -> Any:
 
 
 @pytest.mark.parametrize("head", [by_apply, by_bind, lambda table, x: x @ table.T])
-def test_heads_tied_by_hand_are_kept(head):
+def test_manually_tied_heads_stay_tied(head):
     class Tied(nn.Module):
         @nn.compact
         def __call__(self, tokens):
@@ -239,7 +239,7 @@ MODULES: Any = {
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_shapes_and_errors_are_those_of_the_module(name):
+def test_shapes_and_errors_match_the_module(name):
     module, right, wrong = MODULES[name]
     x = jnp.ones(right)
     floats = jax.tree.map(lambda a: jnp.ones(a.shape), jax.eval_shape(module.init, KEY, x))
@@ -263,7 +263,7 @@ def test_shapes_and_errors_are_those_of_the_module(name):
     ],
     ids=["nothing", "no params", "empty"],
 )
-def test_missing_variables_raise_what_they_do_in_the_module(without):
+def test_missing_variables_raise_the_error_of_the_module(without):
     floats = Encoder().init(KEY, X)
     model, variables, _ = quantize_model(Encoder(), floats, FORMAT, X)
     want = raised(lambda: Encoder().apply(without(floats), X))
@@ -271,14 +271,14 @@ def test_missing_variables_raise_what_they_do_in_the_module(without):
     assert isinstance(found, errors.FlaxError) and isinstance(want, errors.FlaxError)
 
 
-def test_unbound_models_raise_what_the_module_does():
+def test_unbound_models_raise_the_error_of_the_module():
     model, _, _ = quantize_model(Encoder(), Encoder().init(KEY, X), FORMAT, X)
     want = raised(lambda: Encoder()(X))
     found = raised(lambda: model(X))
     assert type(found) is type(want) and str(found) == str(want)
 
 
-def test_other_arguments_raise_what_they_do_in_the_module():
+def test_other_arguments_raise_the_error_of_the_module():
     for call in (
         lambda model, held: model.apply(held, X, method="missing"),
         lambda model, held: model.apply(held, X, X, X, mutable=MUTABLE),

@@ -171,7 +171,7 @@ def test_models_on_an_explicit_mesh():
     assert_close(got, want)
 
 
-def test_parts_that_are_no_whole_atoms_are_refused():
+def test_shards_that_cut_atoms_raise():
     module = Mlp(200)
     floats = module.init(KEY, X)
     message = r"in up: .*n=200 in 4 parts .*quantize with shards="

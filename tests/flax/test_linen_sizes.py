@@ -64,7 +64,7 @@ MODELS: Any = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_models_refuse_inputs_of_another_width(name):
+def test_models_raise_for_inputs_of_another_width(name):
     module, right, wrong, message = MODELS[name]
     floats = module.init(KEY, random(*right))
     model, variables, _ = quantize_model(module, floats, {"": FORMAT}, random(*right))
@@ -99,7 +99,7 @@ def ones(layer: Any, x: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_layers_refuse_kernels_of_other_sizes(name):
+def test_layers_raise_for_kernels_of_other_sizes(name):
     layer, shape, other, (k, n) = LAYERS[name]
     x = jnp.array([0, 1]) if shape is None else random(*shape)
     source, at = (layer, random(*other)) if isinstance(other, tuple) else (other, x)
@@ -112,7 +112,7 @@ def test_layers_refuse_kernels_of_other_sizes(name):
             apply(given, x)
 
 
-def test_models_refuse_the_variables_of_another_one():
+def test_models_raise_for_variables_of_another_model():
     x = random(3, 64)
     model, _, _ = quantize_model(Dense(), Dense().init(KEY, x), FORMAT, x)
     y = x[:, :60]
@@ -163,13 +163,13 @@ def test_sizes_survive_stacks_boxes_and_checkpoints(tmp_path):
             model.apply(given, x)
 
 
-def test_kernels_without_padding_have_no_such_variable():
+def test_kernels_without_padding_lack_the_padding_variable():
     x = random(3, 64)
     variables: Any = QuantizedDense(128, FORMAT, use_bias=False).init(KEY, x)
     assert set(variables["quantized"]) == {"packed", "scale", "version"}
 
 
-def test_words_stored_without_their_padding_are_refused_with_what_is_missing():
+def test_words_stored_without_padding_raise_with_the_missing_variable():
     layer, x = QuantizedDense(24, FORMAT, use_bias=False), random(3, 40)
     variables: Any = layer.init(KEY, x)
     want = layer.apply(variables, x)
@@ -217,7 +217,7 @@ def test_check_layout_version():
         check_layout_version(variables["params"])
 
 
-def test_words_of_another_version_are_refused_as_such_whatever_their_shapes():
+def test_words_of_another_version_raise_for_any_shape():
     layer, x = QuantizedDense(24, FORMAT, use_bias=False), random(3, 40)
     variables: Any = layer.init(KEY, x)
     held = variables["quantized"]

@@ -226,7 +226,7 @@ def test_linen_layers_that_are_tied_stay_tied():
 
 
 @pytest.mark.slow
-def test_tied_layers_compute_what_the_twin_does(make):
+def test_tied_layers_match_the_twin(make):
     found = evaluated(make, jnp.float32, depth=2, distinct=1)
     assert_as_good_as_the_twin(found, "logits")
 
@@ -296,7 +296,7 @@ def test_one_layer_exists_twice_at_most(make, kept):
     del originals
 
 
-def test_quantizing_one_weight_takes_less_memory_than_the_weight():
+def test_quantizing_one_weight_needs_less_memory_than_the_weight():
     weight = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
     quantize = jax.jit(jaxlowbit.quantize, static_argnums=1)
     stats: Any = quantize.lower(weight, FORMAT).compile().memory_analysis()

@@ -89,14 +89,14 @@ def test_numpy_inputs():
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("inputs", ["float32", "bfloat16"])
 @pytest.mark.parametrize("preferred", [None, jnp.float32])
-def test_dtypes_are_those_of_linear(inputs, dtype, preferred):
+def test_dtypes_match_linear(inputs, dtype, preferred):
     options = {"dtype": dtype, "param_dtype": jnp.bfloat16, "preferred_element_type": preferred}
     x = random(5, K, dtype=inputs)
     with jax.numpy_dtype_promotion("standard"):
         assert quantized(**options)(x).dtype == linear(**options)(x).dtype
 
 
-def test_own_promotion_is_kept():
+def test_custom_promotion_is_preserved():
     def promote(arrays, *, dtype):
         del dtype
         return tuple(None if x is None else jnp.asarray(x, jnp.bfloat16) for x in arrays)
@@ -185,7 +185,7 @@ def test_jit_split_and_merge():
         np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
-def test_grad_is_that_of_the_bias():
+def test_grad_matches_the_bias():
     model, x = Mlp(nnx.Rngs(0)), random(5, K)
 
     def loss(bias):
@@ -199,7 +199,7 @@ def test_grad_is_that_of_the_bias():
         np.testing.assert_allclose(found[0][1][...], expected, rtol=1e-4, atol=1e-3)
 
 
-def test_scales_are_trained_when_asked_for():
+def test_scales_are_trained_on_request():
     layer, x = quantized(), random(5, K)
     scales = nnx.All(QuantizedVariable, nnx.PathContains("scale"))
     grads = nnx.grad(lambda layer: jnp.sum(layer(x) ** 2), argnums=nnx.DiffState(0, scales))(layer)
@@ -250,7 +250,7 @@ def test_orbax_round_trip(tmp_path):
     np.testing.assert_array_equal(restored(x), model(x))
 
 
-def test_another_layout_version_is_refused(tmp_path):
+def test_another_layout_version_raises(tmp_path):
     model, x = Mlp(nnx.Rngs(0)), random(5, K)
     check_layout_version(model)
     model.down.version.set_value(jnp.uint32(2))
@@ -268,7 +268,7 @@ def test_another_layout_version_is_refused(tmp_path):
 # --- errors --------------------------------------------------------------------------------------
 
 
-def test_layers_that_are_no_plain_linear_are_refused():
+def test_layers_other_than_plain_linear_raise():
     with pytest.raises(TypeError, match=r"the layer is Embed, but an nnx.Linear is needed"):
         QuantizedLinear.from_linear(nnx.Embed(4, 4, rngs=nnx.Rngs(0)), INT4)  # pyright: ignore
     with pytest.raises(ValueError, match=r"has dot_general=.*; build the layer without"):
@@ -277,7 +277,7 @@ def test_layers_that_are_no_plain_linear_are_refused():
         quantized(precision="highest")
 
 
-def test_wrong_inputs_are_refused():
+def test_wrong_inputs_raise():
     with pytest.raises(ValueError, match=r"inputs has shape \(5, 97\), .* \(..., 96\); pass"):
         quantized()(random(5, K + 1))
     with pytest.raises(ValueError, match="float32, bfloat16 or float16"):

@@ -133,7 +133,7 @@ def test_lora_on_a_quantized_base_trains_its_adapter_only():
 # --- rules ---------------------------------------------------------------------------------------
 
 
-def test_a_format_alone_keeps_heads_embeddings_and_norms():
+def test_a_single_format_leaves_heads_embeddings_and_norms_in_floats():
     model = Transformer()
     quantize_model(model, FORMAT)
     layers = ("qkv", "out_proj", "mlp.up", "mlp.down")
@@ -212,7 +212,7 @@ def untouched(model, rules, error, message):
     assert not quantized_paths(model)
 
 
-def test_wrong_rules_are_refused():
+def test_wrong_rules_raise():
     model = Transformer()
     untouched(
         model,
@@ -230,7 +230,7 @@ def test_wrong_rules_are_refused():
         untouched(nnx.Dropout(0.5), rules, ValueError, r"none of nnx\.Linear, .* in the model")
 
 
-def test_layers_that_cannot_be_replaced_are_refused_before_any_is():
+def test_layers_that_cannot_be_replaced_raise_before_any_is_replaced():
     rngs = nnx.Rngs(0)
 
     class Special(nnx.Linear):

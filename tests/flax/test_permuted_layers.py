@@ -117,7 +117,7 @@ def test_linen_variables_through_orbax(tmp_path):
     np.testing.assert_array_equal(dense.apply(restored, x), dense.apply(variables, x))
 
 
-def test_a_permutation_that_is_none_is_refused():
+def test_an_invalid_permutation_raises():
     layer = put(linear(), permuted())
     layer.permutation.set_value(jnp.zeros(K, jnp.int32))
     with pytest.raises(ValueError, match=r"permutation has 0 at \(1,\) again"):

@@ -71,7 +71,7 @@ def test_linen(act_qtype):
     assert error < (1e-5 if act_qtype is None else 0.02)  # qwix has a scale for each tile, too
 
 
-def test_what_packed_weights_do_not_do():
+def test_unsupported_products_raise():
     rules = [qwix.QuantizationRule(act_qtype=x) for x in (jnp.int8, None)]
     with pytest.raises(ValueError, match=r"act_qtype of the rules is .*int8.*, None, but all"):
         PackedProvider(rules)

@@ -40,7 +40,7 @@ X = jax.random.normal(jax.random.key(0), (7, WIDTH))
 
 
 @pytest.mark.parametrize("sizes", [(3, 0, 4), (0, 2, 1)])
-def test_products_of_groups_read_packed_experts(sizes):
+def test_ragged_products_use_packed_experts(sizes):
     model: Any = nnx.Dict(experts=Experts(nnx.Rngs(0)))
     wanted = model.experts(X, jnp.array(sizes))
     report = quantize_model(model, INT8, layers=LAYERS)

@@ -36,8 +36,13 @@ def wide(kernel):
 # Change of a middle layer's weights, rules, shards, and the expected reason.
 UNUSABLE: Any = {
     "values": (infinite, INT4, (1, 1), r"values that are NaN or infinite, the first at \(3, 4\)"),
-    "dtype": (integers, INT4, (1, 1), r"weight is int32, but it is float32"),
-    "scales": (wide, Format(1, 32, "float"), (1, 1), "span a range beyond that of float16 scales"),
+    "dtype": (integers, INT4, (1, 1), r"weight is int32, but it must be float32"),
+    "scales": (
+        wide,
+        Format(1, 32, "float"),
+        (1, 1),
+        "span a range larger than that of float16 scales",
+    ),
     "format": (None, {"1": Format(1), "": INT4}, (1, 1), "a 1-bit code without a zero"),
     "shards": (None, INT4, {"1": (7, 1)}, r"cuts k=64 into 7 parts"),
 }
@@ -108,7 +113,7 @@ def test_long_lists_are_cut():
         jl_nnx.quantize_model(nnx.Sequential(*layers), INT4)
 
 
-def test_values_at_the_ends_of_a_dtype_are_no_reason():
+def test_values_at_the_ends_of_a_dtype_do_not_raise():
     def large(kernel):
         return kernel.astype(jnp.float16).at[0, 0].set(65504).at[1, 0].set(-65504)
 
@@ -118,7 +123,7 @@ def test_values_at_the_ends_of_a_dtype_are_no_reason():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_only_weights_that_scales_surely_hold_are_not_looked_at_closely(dtype):
+def test_only_weights_that_scales_certainly_represent_skip_the_full_check(dtype):
     ordinary = jax.random.normal(KEY, (4, 8)).at[0].set(0).astype(dtype)
     assert has_scales(ordinary)
     least, largest = float(jnp.finfo(dtype).tiny), float(jnp.finfo(dtype).max)
@@ -141,7 +146,7 @@ class Wrapped(nnx.Module):
 
 
 @pytest.mark.parametrize("wrapper", [nnx.WeightNorm, nnx.SpectralNorm])
-def test_nnx_layers_whose_weights_are_rewritten_are_refused_unless_kept(wrapper):
+def test_nnx_layers_with_rewritten_weights_raise_unless_kept_in_floats(wrapper):
     model, float_model = Wrapped(wrapper), Wrapped(wrapper)
     path = r"wrapped\.layer_instance\.layers\.0"
     message = rf"{path} is inside nnx\.{wrapper.__name__}, which computes its kernel anew in each c"
@@ -154,7 +159,7 @@ def test_nnx_layers_whose_weights_are_rewritten_are_refused_unless_kept(wrapper)
     np.testing.assert_allclose(model(X), float_model(X), atol=1e-4)
 
 
-def test_a_layer_that_stands_inside_a_wrapper_and_outside_is_refused():
+def test_a_layer_inside_and_outside_a_wrapper_raises():
     model = Wrapped(nnx.WeightNorm)
     model.plain = model.wrapped.layer_instance.layers[0]
     with pytest.raises(ValueError, match=r"plain is inside nnx\.WeightNorm"):

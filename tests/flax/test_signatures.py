@@ -33,7 +33,7 @@ def parameters(function: Any) -> dict[str, inspect.Parameter]:
 
 
 @pytest.mark.parametrize(("theirs", "ours"), ALL)
-def test_constructors_take_the_same(theirs, ours):
+def test_constructors_have_equal_arguments(theirs, ours):
     """Defaults are the same too, except that Linen's `Einsum` may get its equation per call."""
     wanted, found = parameters(theirs.__init__), parameters(ours.__init__)
     assert wanted.keys() - found.keys() == LAYERS[theirs, ours]
@@ -45,7 +45,7 @@ def test_constructors_take_the_same(theirs, ours):
 
 
 @pytest.mark.parametrize(("theirs", "ours"), ALL)
-def test_methods_take_the_same(theirs, ours):
+def test_methods_have_equal_arguments(theirs, ours):
     for method in {"__call__", "attend"} & set(dir(theirs)):
         wanted, found = (list(parameters(getattr(layer, method))) for layer in (theirs, ours))
         if theirs is nn.Einsum:
@@ -53,7 +53,7 @@ def test_methods_take_the_same(theirs, ours):
         assert found == wanted, method
 
 
-def test_the_page_names_what_is_left_out():
+def test_the_page_names_the_omitted_parts():
     section = PAGE.partition("\n## Layers\n")[2]
     for name in set().union(*LAYERS.values()):
         assert re.search(rf"`{name}`", section), name

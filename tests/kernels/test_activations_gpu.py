@@ -106,7 +106,7 @@ def test_one_of_a_stack(format):
 
 
 @pytest.mark.parametrize("dtype", WEIGHTS)
-def test_tokens_of_zeros_and_of_no_numbers(dtype):
+def test_tokens_of_zeros_and_without_digits(dtype):
     x = normal((256, 512), "bfloat16", 0)
     x = x.at[3].set(0).at[5, 7].set(jnp.nan).at[9, 1].set(jnp.inf)
     rhs = quantize(normal((512, 128), "bfloat16", 1), WEIGHTS[dtype][0])
@@ -159,7 +159,7 @@ def test_a_block_rounds_its_rows(dtype, format, m, width, hidden, silent):
         assert np.abs(got - want).max() <= 0.3 * want.std()
 
 
-def test_what_its_kernels_lack_is_a_composition():
+def test_products_without_a_kernel_are_compositions():
     for m, format, dtype in [
         (64, INT4, jnp.int8),
         (256, Format(4, 32), jnp.int8),
@@ -173,7 +173,7 @@ def test_what_its_kernels_lack_is_a_composition():
         assert not is_one_call(quantized_matmul, lhs, rhs)
 
 
-def test_derivatives_are_those_of_the_composition():
+def test_derivatives_match_the_composition():
     x, rhs = normal((256, 512), "float32", 0), quantize(normal((512, 128), "float32", 1), INT4)
 
     def loss(x: Any, backend: Any) -> Any:
@@ -250,7 +250,7 @@ SHAPES += [(9000, 72)]
 @pytest.mark.parametrize("dtype", WEIGHTS)
 @pytest.mark.parametrize("kind", FLOATS)
 @pytest.mark.parametrize(("m", "k"), SHAPES)
-def test_every_value_is_that_of_numpy(m, k, kind, dtype):
+def test_every_value_matches_numpy(m, k, kind, dtype):
     rhs = quantize(normal((k, 64), "bfloat16", 1), WEIGHTS[dtype][0])
     assert_rounded(tokens(m, k, kind), rhs, dtype)
 
@@ -258,7 +258,7 @@ def test_every_value_is_that_of_numpy(m, k, kind, dtype):
 @pytest.mark.parametrize("dtype", WEIGHTS)
 @pytest.mark.parametrize("kind", FLOATS)
 @pytest.mark.parametrize("k", [1000, 1001, 17000])
-def test_every_value_is_that_of_numpy_with_a_factor(k, kind, dtype):
+def test_every_value_matches_numpy_with_a_factor(k, kind, dtype):
     factor = jnp.exp(normal((k,), "float32", 2))
     rhs = quantize(normal((k, 64), "bfloat16", 1), WEIGHTS[dtype][0])
     assert_rounded(tokens(40, k, kind), rhs, dtype, factor)
@@ -267,7 +267,7 @@ def test_every_value_is_that_of_numpy_with_a_factor(k, kind, dtype):
 @pytest.mark.parametrize("dtype", WEIGHTS)
 @pytest.mark.parametrize("kind", FLOATS)
 @pytest.mark.parametrize(("m", "k"), [(1, 4096), (2, 64), (5, 17984), (16, 40000), (31, 1024)])
-def test_values_of_few_rows_are_bfloat16(m, k, kind, dtype):
+def test_values_for_small_m_are_bfloat16(m, k, kind, dtype):
     rhs = quantize(normal((k, 192), "bfloat16", 1), Format(4, 64))
     x = tokens(40, k, kind)[9 - m % 9 : 9 - m % 9 + m]
     if kind != "bfloat16" or m > 2:  # else the product rounds in registers and writes no values
@@ -278,7 +278,7 @@ def test_values_of_few_rows_are_bfloat16(m, k, kind, dtype):
 @pytest.mark.parametrize("dtype", WEIGHTS)
 @pytest.mark.parametrize("k", [64, 1024, 4032])
 @pytest.mark.parametrize("out", ["bfloat16", "float32"])
-def test_every_value_that_the_product_rounds_is_that_of_numpy(k, dtype, out):
+def test_every_value_rounded_by_the_product_matches_numpy(k, dtype, out):
     """Products with an identity give the rounded bfloat16 rows times their scales."""
     rhs = QuantizedArray.from_integers(np.eye(k, dtype=np.int8), jnp.ones((1, k)), format=Format(8))
     whole = tokens(9, k, "bfloat16")
@@ -304,7 +304,7 @@ def test_every_value_that_the_product_rounds_is_that_of_numpy(k, dtype, out):
 
 @pytest.mark.parametrize("own_buffers", [True, False])
 @pytest.mark.parametrize("dtype", WEIGHTS)
-def test_few_rows_at_odd_places_and_results_over_them(monkeypatch, dtype, own_buffers):
+def test_small_m_at_odd_addresses_with_overlapping_results(monkeypatch, dtype, own_buffers):
     """The result overlaps the activations, so two kernels round and multiply; int8 is exact."""
     if not own_buffers:
         monkeypatch.setattr(call, "apart", lambda *arrays: arrays)
@@ -340,7 +340,7 @@ def test_few_rows_at_odd_places_and_results_over_them(monkeypatch, dtype, own_bu
 @pytest.mark.parametrize(
     "format", [INT4, Format(4), INT8, FP8, NF4, MXFP4, Format(3, 64, "float"), UINT4], ids=str
 )
-def test_products_of_few_rows(format, kind, dtype):
+def test_products_of_small_m(format, kind, dtype):
     k, n = 1024, 200
     rhs = quantize(normal((k, n), "bfloat16", 1), format)
     product = functools.partial(quantized_matmul, lhs_qtype=dtype)
@@ -359,7 +359,7 @@ def test_products_of_few_rows(format, kind, dtype):
 
 @kinds
 @pytest.mark.parametrize("kind", FLOATS)
-def test_the_product_is_that_of_rounded_activations(dtype, format, kind):
+def test_the_product_matches_rounded_activations(dtype, format, kind):
     """Bitwise: the same kernel multiplies the same values."""
     m, k, n = 301, 1000, 200
     x, rhs = tokens(m, k, kind), quantize(normal((k, n), "bfloat16", 1), format)

@@ -77,7 +77,7 @@ def test_the_workspace_has_room_for_the_splits(cuda, batch, splits):
         ("bfloat16", 136, 128, "up to 16 heads"),
     ],
 )
-def test_what_the_kernel_does_not_take_has_a_reason(cuda, dtype, heads, size, reason):
+def test_unsupported_problems_have_a_reason(cuda, dtype, heads, size, reason):
     sizes = {"heads": heads, "kv_heads": 8, "head_size": size}
     assert reason in (cuda_attend.unsupported(jnp.dtype(dtype), **sizes) or "")
 
@@ -116,7 +116,7 @@ def test_blocks_that_are_not_fused_attend_in_place(cuda, monkeypatch):
     assert calls["attend"] == CONFIGS["gemma3"].layers and calls["decode_block"] == 0
 
 
-def test_parts_that_the_kernel_lacks_are_composed(cuda, monkeypatch):
+def test_unsupported_parts_are_composed(cuda, monkeypatch):
     """Caps of scores and rotations of a part of a head; other parts attend in place."""
     config = PARTS["olmo3"].replace(rope_size=None, attention_softcap=None)
     calls = decode_step(config, monkeypatch)
@@ -136,7 +136,7 @@ def test_parts_that_the_kernel_lacks_are_composed(cuda, monkeypatch):
 
 
 @pytest.mark.parametrize("window", [None, 5])
-def test_xla_reads_the_first_slots_alone(window):
+def test_xla_reads_only_the_first_slots(window):
     keys = jax.random.split(jax.random.key(0), 3)
     q, k, v = (
         jax.random.normal(key, (2, length, heads, 16))

@@ -87,7 +87,7 @@ def attend(case: Case, implementation: Literal["xla", "cpu"], *arrays: Any) -> n
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_attention_is_that_of_xla_whatever_unseen_slots_hold(name):
+def test_attention_matches_xla_for_any_content_of_invisible_slots(name):
     case = CASES[name]
     query, key, value, positions, held = operands(case)
     expected = attend(case, "xla", query, key, value, positions, held)
@@ -99,7 +99,7 @@ def test_attention_is_that_of_xla_whatever_unseen_slots_hold(name):
     assert np.abs(found - expected).max() < bound * max(1, np.abs(expected).max())
 
 
-def test_a_nan_that_is_seen_reaches_the_result():
+def test_a_visible_nan_reaches_the_result():
     case = CASES["one query"]
     query, key, value, positions, held = operands(case)
     found = attend(case, "cpu", query, key.at[0, 9, 1].set(jnp.nan), value, positions, held)
@@ -137,7 +137,7 @@ def test_bits_do_not_depend_on_threads(name):
     ],
     ids=lambda value: "" if isinstance(value, str) else " ".join(map(str, value)),
 )
-def test_what_breaks_the_contract_is_refused(changes, message):
+def test_invalid_statistics_raise(changes, message):
     specs = {
         "query": ((1, 1, 4, 16), "float32"),
         "key": ((1, 8, 2, 16), "float32"),
@@ -155,7 +155,7 @@ def test_what_breaks_the_contract_is_refused(changes, message):
         jax.block_until_ready(out)
 
 
-def test_heads_that_the_kernel_does_not_take_have_a_reason(monkeypatch):
+def test_unsupported_heads_have_a_reason(monkeypatch):
     assert cpu_attend.unsupported(jnp.dtype("float32"), head_size=256) is None
     assert "up to 256" in (cpu_attend.unsupported(jnp.dtype("float32"), head_size=257) or "")
     assert "float32" in (cpu_attend.unsupported(jnp.dtype("float64"), head_size=64) or "")

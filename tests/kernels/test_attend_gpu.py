@@ -112,7 +112,7 @@ def problem(batch, heads, kv_heads, size, slots, dtype, seed=0, slot=None):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("size", [64, 128, 256, 80])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (32, 8), (9, 3), (16, 1)])
-def test_it_is_that_of_xla(heads, kv_heads, size, dtype):
+def test_attention_matches_xla(heads, kv_heads, size, dtype):
     for seed, (batch, reach) in enumerate([(2, 7), (5, 256), (1, 1000), (16, 1024)]):
         slots = reach + 8 * (seed % 2)
         rng = np.random.default_rng(seed)
@@ -143,7 +143,7 @@ def test_a_query_that_sees_nothing_gets_zeros():
         assert not np.asarray(jax.jit(native)(blind)[0]).astype(np.float32).any()
 
 
-def test_a_slot_that_the_cache_has_not_is_not_written():
+def test_a_slot_out_of_range_is_not_written():
     for slot in (-1, 64, 2**31 - 1):
         given = problem(1, 4, 2, 64, 64, "bfloat16")._replace(slot=jnp.int32(slot))
         _, keys, values = jax.jit(native)(given)
@@ -226,7 +226,7 @@ def test_in_a_loop_that_carries_a_donated_cache():
     assert error.max() < 0.04
 
 
-def test_a_cache_that_is_not_donated_stays_as_it_is():
+def test_a_cache_that_is_not_donated_is_unchanged():
     given = problem(2, 8, 4, 64, 100, "bfloat16", slot=3)
     before = np.asarray(given.keys).tobytes()
     _, keys, _ = jax.jit(native)(given)
@@ -273,7 +273,7 @@ def test_a_decoder_chooses_it(name):
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3", "olmo3", "granite"])
-def test_a_decoder_says_the_same_with_it(name, monkeypatch):
+def test_a_decoder_is_unaffected(name, monkeypatch):
     """Logits of tokens processed one at a time."""
     config = (CONFIGS | PARTS)[name]
     if name in PARTS:
@@ -321,7 +321,7 @@ def test_a_decoder_says_the_same_with_it(name, monkeypatch):
         ({"window": -1}, "window is -1 but must be positive"),
     ],
 )
-def test_what_breaks_the_contract_is_refused(changes, message):
+def test_invalid_statistics_raise(changes, message):
     specs = {
         "query": ((2, 4, 32), "bfloat16"),
         "key": ((2, 2, 32), "bfloat16"),

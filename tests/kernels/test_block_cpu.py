@@ -106,13 +106,13 @@ def test_float16_and_odd_widths():
 
 @pytest.mark.parametrize("rows", [2, 40])
 @pytest.mark.parametrize(("format", "dtype"), KINDS[4:], ids=["nf4", "mxfp4", "nvfp4", "int8"])
-def test_codebooks_beside_integers_and_scales_of_8_bits(format, dtype, rows):
+def test_codebooks_with_integers_and_8_bit_scales(format, dtype, rows):
     found = block(rows, dtype, format, one_call=True)
     assert_near(found, block(rows, dtype, format, one_call=False), dtype)
 
 
 @pytest.mark.parametrize("format", [NVFP4, Format(4, 64, scale="int8")], ids=str)
-def test_units_of_gate_and_up_from_a_stack(format):
+def test_tensor_scales_of_gate_and_up_from_a_stack(format):
     """Each matrix has a separate tensor scale, selected by the index; some are extreme."""
     stack = quantize(normal(6, D, F), format)
     stack = scaled_matrices(stack, [3e-38, 1, 0.5, -40, 1e30, 7])

@@ -155,7 +155,7 @@ def test_scales_of_a_stage(format, large):
 
 
 @pytest.mark.parametrize("format", [MXFP8, FP8, Format(4, 32, codebook="e2m1", scale="e8m0")])
-def test_scales_beyond_those_of_float16(format):
+def test_scales_beyond_float16(format):
     """In bfloat16 the largest and smallest scales neither overflow nor vanish."""
     for exponent in (-100, -20, 60, 110):
         scales = np.full_like(scales_of(format, 0, 1), 2.0**exponent)

@@ -112,7 +112,7 @@ def test_a_matrix_of_a_stack_and_an_identity(m):
         np.testing.assert_array_equal(found, 0.125 * values[i, :m])
 
 
-def test_where_there_is_one_call():
+def test_conditions_for_one_call():
     """Only if it is faster than bfloat16; exported programs do not know their CPU."""
 
     def found(lhs: Any, rhs: Any) -> list[str]:

@@ -139,7 +139,7 @@ def test_tasks_of_several_strips_in_blocks_of_rows(group_size):
 
 
 @pytest.mark.parametrize("m", ROWS)
-def test_what_is_not_finite_stays_in_its_row(m):
+def test_nonfinite_values_stay_in_their_row(m):
     """NaN and infinity do not affect other rows of the tile, or its padding."""
     rng = np.random.default_rng(0)
     rhs = quantize(jnp.asarray(rng.standard_normal((100, 70), dtype=np.float32)), Format(4, 48))

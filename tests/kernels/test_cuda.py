@@ -202,7 +202,7 @@ def test_the_cotangent_of_lhs(m, n, k, format):
     assert np.asarray(got(cotangent, rhs)).tobytes() == np.asarray(first).tobytes()
 
 
-def test_a_gradient_holds_no_dequantized_weight():
+def test_a_gradient_contains_no_dequantized_weight():
     rhs = quantize(normal(4096, 4096), INT4)
     step = jax.jit(jax.grad(lambda x, rhs: jnp.sum(jnp.square((x @ rhs).astype(jnp.float32)))))
     memory = step.lower(normal(16, 4096), rhs).compile().memory_analysis()
@@ -248,7 +248,7 @@ def test_calls_in_flight_do_not_share_their_workspace():
         assert_within(one, oracle.exact, oracle.bound(lhs.dtype))
 
 
-def test_several_devices_run_their_own_products():
+def test_several_devices_run_separate_products():
     lhs, rhs = normal(4, 256), quantize(normal(256, 192, seed=1), INT4)
     want = np.asarray(lhs @ rhs)
     for device in jax.devices():
@@ -369,7 +369,7 @@ def test_positions_beyond_a_part_are_clamped_to_it(k, parts, m):
     ],
     ids=["rows", "parts", "type", "transposed", "type of gathered", "shape of gathered"],
 )
-def test_permutations_that_break_the_contract_are_refused(shape, dtype, changes, message):
+def test_invalid_permutations_raise(shape, dtype, changes, message):
     with pytest.raises(jax.errors.JaxRuntimeError, match=rf"quantized_matmul: {message}.*\."):
         gathered_by_a_call(np.zeros(shape, dtype), m=8, **changes)
 

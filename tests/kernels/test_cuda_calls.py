@@ -105,7 +105,7 @@ def test_activations_of_mlp(name):
     assert_is_mlp(got, lhs, gate_up, down, JAX_ACTIVATIONS[name])
 
 
-def test_programs_hold_one_call_each():
+def test_programs_contain_one_call_each():
     gate_up, down = mlp_weights(512, 1024, 512, INT4)
     lhs, pair = normal(4, 512), list(gate_up)
     assert custom_calls(mlp, lhs, gate_up, down) == ["quantized_mlp"]

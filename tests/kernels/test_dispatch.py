@@ -32,7 +32,7 @@ SHAPES = list(
 
 @pytest.mark.parametrize("bits", [4, 6, 8])
 @pytest.mark.parametrize("device", DEVICES)
-def test_every_choice_keeps_its_limits(device, bits):
+def test_every_choice_respects_its_limits(device, bits):
     for (m, n, k), batch in itertools.product(SHAPES, [1, 8]):
         for limit in (ffi.MAX_WORKSPACE_BYTES, 1 << 16, 0):
             problem: dict[str, Any] = {"m": m, "n": n, "k": k, "bits": bits, "batch": batch}
@@ -52,7 +52,7 @@ def test_every_choice_keeps_its_limits(device, bits):
                 assert block_m in (8, 16, 32) and split in (1, 2, 4) and block_m >= m, problem
 
 
-def test_workspace_holds_every_choice():
+def test_the_workspace_suffices_for_every_choice():
     """The workspace allocated without knowing the device suffices on each device."""
     for (m, n, k), device in itertools.product(SHAPES, DEVICES.values()):
         allocated = ffi.partial_sums_bytes(asked({"m": m, "n": n, "k": k})["product"])
@@ -146,7 +146,7 @@ def test_without_a_compiler_the_kernel_that_was_built_runs(m, lacks):
     ("m", "n", "k", "divided"),
     [(64, 4096, 4096, True), (512, 9472, 3584, True), (1024, 8192, 8192, False)],
 )
-def test_tiles_that_fill_no_round_are_divided(m, n, k, divided):
+def test_tiles_that_do_not_fill_a_wave_are_split(m, n, k, divided):
     """On 132 multiprocessors: 32 or 64 small tiles, 148 large ones, and 256 in two waves."""
     choice = select(m=m, n=n, k=k, **H200)
     assert choice["kernel"] == "qmm_sm90" and (choice["split_k"] > 1) == divided
@@ -154,7 +154,7 @@ def test_tiles_that_fill_no_round_are_divided(m, n, k, divided):
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(64, 1536, 1536), (128, 5120, 1728), (256, 4096, 2752)])
-def test_small_weights_take_tiles_of_one_strip(m, n, k):
+def test_small_weights_use_tiles_of_one_strip(m, n, k):
     """Gated pairs need tiles of two strips."""
     tiles = []
     for gated in (False, True):
@@ -178,7 +178,7 @@ def test_tiles_of_gated_products_have_whole_pairs():
     assert select(m=128, n=14336, k=8192, gated=True, **H200)["split_k"] == 1
 
 
-def test_more_tokens_take_larger_tiles():
+def test_more_tokens_use_larger_tiles():
     """Up to 256 tokens per tile; few tiles split k."""
     sizes = (33, 64, 128, 256, 512, 1024, 4096)
     choices = [select(m=m, n=8192, k=8192, **H200) for m in sizes]
@@ -232,7 +232,7 @@ def test_int8_lhs_has_a_tile_for_every_number_of_rows(zero, group_size):
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_int8_lhs_has_tiles_of_256_rows_where_channels_have_one_sum(bits):
+def test_int8_lhs_with_one_accumulator_per_channel_has_tiles_of_256_rows(bits):
     for gated in (False, True):
         problem = {"m": 256, "n": 14336, "k": 4096, "bits": bits, "gated": gated, **H200}
         assert select(lhs="int8", group_size=-1, **problem)["block_m"] == 256
@@ -268,7 +268,7 @@ def test_int8_lhs_has_tiles_of_256_rows_where_channels_have_one_sum(bits):
         ({"k": 2**30 + 1}, "up to 2^30, this matrix has k=1073741825 and n=64"),
     ],
 )
-def test_refusals_say_why(problem: dict[str, Any], reason):
+def test_errors_give_the_reason(problem: dict[str, Any], reason):
     asked: dict[str, Any] = {"m": 1, "n": 64, "k": 64, **problem}
     choice = select(**asked)
     assert reason in choice["unsupported"]

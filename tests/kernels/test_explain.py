@@ -26,7 +26,7 @@ def like(*shape, dtype="bfloat16"):
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
 
-def test_it_says_what_the_selection_says():
+def test_explain_matches_the_selection():
     for device, numbers in {
         "H200": (90, 132, 228 * 1024),
         "A100": (80, 108, 164 * 1024),
@@ -59,7 +59,7 @@ def test_it_says_what_the_selection_says():
         ((K,), (3,), "m=1, batch=3: tiles of"),
     ],
 )
-def test_rows_are_those_of_the_call(lhs, lead, said):
+def test_rows_match_the_call(lhs, lead, said):
     assert said in explain(like(*lhs), weight(INT4, *lead), device="H200")
 
 
@@ -171,7 +171,7 @@ def test_quantized_activations_on_the_cpu(monkeypatch):
         assert re.search(rf"^values .*{said}", text, re.MULTILINE)
 
 
-def test_refusals():
+def test_errors():
     with pytest.raises(ValueError, match="explain: lhs_qtype is int4"):
         explain(like(1, K), weight(), lhs_qtype="int4")
     with pytest.raises(ValueError, match="lhs is quantized already; leave lhs_qtype out"):

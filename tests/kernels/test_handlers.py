@@ -88,7 +88,7 @@ FITS = {
 
 
 @pytest.mark.parametrize(("record", "others"), FITS.values(), ids=FITS)
-def test_what_fits_is_computed(record, others):
+def test_supported_calls_are_computed(record, others):
     assert not np.asarray(run(record, **others)).any()
 
 
@@ -135,7 +135,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("record", "others", "message"), BROKEN)
-def test_what_breaks_the_contract_is_refused(record, others, message):
+def test_invalid_statistics_raise(record, others, message):
     with pytest.raises(jax.errors.JaxRuntimeError, match=rf"quantized_matmul: {message}.*\."):
         run(record, **others)
 
@@ -165,14 +165,14 @@ SCALE_AT = ffi.PRODUCT_FIELDS.index("scale_at")
         ({"steps": np.array(ffi.step(kind="normalize") * 2)}, "the steps of the call are none"),
     ],
 )
-def test_programs_of_other_versions_are_refused(changes, message):
+def test_programs_of_other_versions_raise(changes, message):
     """The handler reads attributes by name, so that the error is ours rather than XLA's."""
     with pytest.raises(jax.errors.JaxRuntimeError, match=rf"quantized_matmul: .*{message}"):
         run({}, changes=changes)
 
 
 @pytest.mark.parametrize("m", [1, 5, 40])
-def test_a_result_may_lie_over_an_operand(m):
+def test_a_result_may_overlap_an_operand(m):
     """XLA may assign the buffer of an operand that the call declares as an alias."""
     rng = np.random.default_rng(m)
     lhs = rng.normal(size=(1, m, 200)).astype(np.float32)

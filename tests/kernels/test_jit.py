@@ -162,7 +162,7 @@ def test_compiling_can_be_turned_off(tmp_path):
     assert files(tmp_path) == []
 
 
-def test_an_instance_that_does_not_compile_says_why(nvrtc, tmp_path):
+def test_an_instance_that_does_not_compile_reports_the_reason(nvrtc, tmp_path):
     wrong = "jaxlowbit::sm80::QmmSm80Kernel<int>"
     _, (result,) = compiled(tmp_path, [("sm80", wrong)])
     assert result["error"].startswith("NVRTC ") and "error" in result["error"].partition("\n")[2]
@@ -200,7 +200,7 @@ def fake_nvrtc(folder: Path, version: str) -> dict:
 
 
 @pytest.mark.parametrize("version", ["12.8", "12.9", "13.0", "13.2"])
-def test_versions_that_are_too_old_are_refused(tmp_path, version):
+def test_versions_that_are_too_old_raise(tmp_path, version):
     fake = fake_nvrtc(tmp_path / "lib", version)
     toolchain, (result,) = compiled(tmp_path / "cache", **fake)
     said = f"NVRTC is of version {version} but must be of 13.3 or newer; pip install 'jaxlowbit"
@@ -222,7 +222,7 @@ def test_a_newer_version_is_found_behind_one_that_is_too_old(tmp_path):
     assert toolchain["error"] == "" and [toolchain["path"]] == new
 
 
-def test_an_unknown_kernel_is_refused():
+def test_an_unknown_kernel_raises():
     with pytest.raises(ValueError, match="there is no kernel sm70"):
         ffi.compile([("sm70", "")], "90a")
 
@@ -293,7 +293,7 @@ def test_every_instance_has_one_name():
             assert ahead_of_time == held, expression
 
 
-def test_names_are_those_of_the_kernels_in_the_build(nvrtc, tmp_path):
+def test_names_match_the_kernels_in_the_build(nvrtc, tmp_path):
     built = kernel_names(Path(ffi.__file__).read_bytes())
     assert len(built) == len(instances_of(*WIDTHS, built=True))
     some = [
@@ -309,7 +309,7 @@ def test_names_are_those_of_the_kernels_in_the_build(nvrtc, tmp_path):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_instances_that_the_build_lacks_compile(nvrtc, tmp_path, family):
+def test_instances_missing_from_the_build_compile(nvrtc, tmp_path, family):
     """On Hopper without `wgmma` register hazards; also on other GPUs."""
     if family == "sm90" and wgmma_hazards.find_tool("nvdisasm") is None:
         pytest.skip("nvdisasm was not found")
@@ -364,7 +364,7 @@ def toolchain(monkeypatch, tmp_path):
     return said
 
 
-def test_widths_without_a_compiler_say_why(toolchain):
+def test_widths_without_a_compiler_have_a_reason(toolchain):
     toolchain["error"] = "there is none"
     missing = functools.partial(registry.unsupported, "cuda", jnp.dtype("bfloat16"))
     whats = {Format(bits): f"{bits} bits" for bits in ffi.COMPILED_BITS}
@@ -415,13 +415,13 @@ def test_all_kernels_of_a_format_are_compiled(compiler, capsys, device, capabili
     assert f"{count - 1} compiled, 1 were there" in out[-1]
 
 
-def test_gradients_take_kernels_of_their_own(compiler):
+def test_gradients_use_separate_kernels(compiler):
     main(["compile", "--format", "int2-g128", "--device", "A100", "--transposed"])
     ((_, wanted),) = compiler
     assert len(wanted) == 8
 
 
-def test_kernels_of_shapes_are_those_that_are_chosen(compiler):
+def test_compiled_kernels_of_shapes_match_the_selection(compiler):
     shapes = ["--shapes", "4096x4096", "--tokens", "1", "256", "--device", "H200"]
     main(["compile", *shapes, "--format", "int2-g128"])
     main(["compile", "--format", "int2-g128", "--device", "H200"])
@@ -463,15 +463,15 @@ def test_kernels_for_quantized_activations(compiler, dtype, format, name):
     assert all("int8_t, __nv" not in one.expression for _, wanted in compiler for one in wanted)
 
 
-def test_nothing_is_compiled_that_the_build_has(compiler, capsys):
+def test_kernels_of_the_build_are_not_compiled(compiler, capsys):
     main(["compile", "--format", "int4-g128", "--device", "H200"])
-    assert "the build has all of these kernels" in capsys.readouterr().out and not compiler
+    assert "the build contains all of these kernels" in capsys.readouterr().out and not compiler
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "name a checkpoint, --shapes with --format, or --format alone"),
+        ([], "name a checkpoint, --shapes with --format, or only --format"),
         (["--format", "int2", "--dtype", "int4"], "--dtype int4: name one of"),
         (["--format", "int2", "--dtype", "int8"], "--format int2-g128: the kernels multiply int8"),
         (
@@ -491,7 +491,7 @@ def test_arguments_that_mean_nothing(toolchain, capsys, arguments, said):
     assert said in capsys.readouterr().err
 
 
-def test_the_command_says_that_there_is_no_compiler(toolchain, capsys):
+def test_the_command_reports_a_missing_compiler(toolchain, capsys):
     toolchain["error"] = "there is none"
     with pytest.raises(SystemExit):
         main(["compile", "--format", "int2", "--device", "H200"])

@@ -214,7 +214,7 @@ def test_kernels_first_used_in_a_captured_loop(tmp_path):
     assert run("loop", tmp_path, XLA_FLAGS=flags)["cached"] >= 1
 
 
-def test_two_devices_share_what_is_compiled(tmp_path):
+def test_two_devices_share_compiled_kernels(tmp_path):
     if len(jax.devices()) < 2:
         pytest.skip(f"needs 2 GPUs, JAX sees {len(jax.devices())}")
     loaded = run("devices", tmp_path)

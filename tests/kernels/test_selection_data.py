@@ -28,7 +28,7 @@ DEVICE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kernel", ffi.KERNELS)
-def test_constants_are_those_of_the_file(kernel):
+def test_constants_match_the_file(kernel):
     number = ffi.KERNELS.index(kernel)
     path = fit_costs.Kernel(number, []).path
     assert ffi.CostModel(kernel, []).constants == pytest.approx(fit_costs.read_constants(path))
@@ -43,7 +43,7 @@ def test_the_selection_is_near_the_best_that_was_measured():
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.name.partition(".")[0])
-def test_no_data_are_neglected(path):
+def test_no_data_file_is_unused(path):
     found = fit_costs.selected_regret(fit_costs.load([path]))
     assert found.mean < 0.01, str(found)
 
@@ -71,7 +71,7 @@ WORST_REGRETS = {"h100": 0.2, "h200": 0.17}
 
 
 @pytest.mark.parametrize("path", EIGHT_BIT_PATHS, ids=lambda path: path.name.partition(".")[0])
-def test_the_selection_beside_8_bit_activations_is_near_the_best(path):
+def test_the_selection_with_8_bit_activations_is_close_to_the_best(path):
     problems = fit_costs.load([path])
     found = fit_costs.selected_regret(problems)
     assert found.problems == len(problems) > 15
@@ -153,7 +153,7 @@ def test_a_fit_finds_a_device_of_other_costs(root, capsys):
     np.testing.assert_allclose(model.costs(found)[there], model.times[there], rtol=0.15)
 
 
-def test_a_table_has_what_is_clearly_faster(root, monkeypatch):
+def test_a_table_contains_only_clearly_faster_choices(root, monkeypatch):
     """For small M, choices must also be no slower under PDL."""
 
     def times(m, _, choice):
@@ -181,7 +181,7 @@ def test_a_table_has_what_is_clearly_faster(root, monkeypatch):
         assert [each.product.m for each in found.entries] == listed
 
 
-def test_the_table_of_the_package_is_that_of_the_data(root):
+def test_the_table_of_the_package_matches_the_data(root):
     written = tables.read(fit_costs.write_table(fit_costs.load(PATHS)))
     shipped = tables.read(tables._SHIPPED / "NVIDIA-H200.json")
     assert written.entries == shipped.entries and written.device == shipped.device

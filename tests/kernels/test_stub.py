@@ -80,7 +80,7 @@ def test_the_stub_has_every_name_of_the_module():
     assert missing == (set() if ffi.build_info()["cuda"] else set(of_stub(CUDA_ONLY)))
 
 
-def test_functions_take_what_the_stub_says():
+def test_functions_have_the_signatures_of_the_stub():
     checked = 0
     for name, node in STUB.items():
         owner, _, method = name.rpartition(".")

@@ -66,7 +66,7 @@ def chosen(problem: Problem, operands: Operands, target: Target) -> str:
     return function.func.__module__.rpartition(".")[2]
 
 
-def test_a_product_is_lowered_to_a_call_where_the_library_supports_it(cuda):
+def test_lowering_agrees_with_the_library(cuda):
     rng = random.Random(0)
     formats = [random_format(rng) for _ in range(60)]
     sizes = [(rng.choice((64, 72, 512, 2**31)), rng.choice((8, 64, 320))) for _ in range(6)]
@@ -81,13 +81,15 @@ def test_a_product_is_lowered_to_a_call_where_the_library_supports_it(cuda):
         plain = (format, k if transposed else n, transposed, False, 0)
         problem = Problem(*plain, lhs, accumulate_float16=False, backend=None)
         backend = chosen(problem, operands, Target("cuda", frozenset({capability})))
-        # The record of the call: XLA expands scales of two levels where no kernel reads them.
+        # The record of the call: XLA expands two-level scales unless a kernel reads them.
         read = format.expanded
         sums = lhs == jnp.float32
         dtypes = ("bfloat16", "float32") if sums else (str(lhs), str(lhs))
         fields = {"m": m, "k": k, "n": n, "transposed": transposed, "scale_accumulators": sums}
         reason = ffi.unsupported(call.record(read, *dtypes, **fields), capability)
-        lost = lhs == jnp.float16 and read.outgrows_float16  # the call's float16 has no room
+        lost = (
+            lhs == jnp.float16 and read.outgrows_float16
+        )  # beyond the range of float16 in the call
         assert (backend == "cuda") == (reason == "" and not lost), (problem, rows, reason)
         reasons.add(reason)
         if not transposed and capability == 80:
@@ -95,7 +97,7 @@ def test_a_product_is_lowered_to_a_call_where_the_library_supports_it(cuda):
     assert len(reasons) >= 5
 
 
-def test_8_bit_products_are_those_that_the_library_supports(cuda):
+def test_lowering_of_8_bit_products_agrees_with_the_library(cuda):
     rng = random.Random(1)
     formats = [random_format(rng) for _ in range(60)]
     hopper, found = Target("cuda", frozenset({90})), set()

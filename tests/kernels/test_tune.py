@@ -115,7 +115,7 @@ def test_choices_that_cannot_run_are_left_out(choice, reason):
     assert selection.set_tuned(H200, [(PRODUCT, choice), (PRODUCT, OTHER)]) == [reason, ""]
 
 
-def test_a_table_stands_for_its_products_alone():
+def test_a_table_affects_only_its_products():
     few = OTHER._replace(block_m=8, split_k=4)
     selection.set_tuned(H200, [(PRODUCT, OTHER), (PRODUCT._replace(m=4), few)])
     measured = "measured to be the fastest on NVIDIA H200"
@@ -141,7 +141,7 @@ def test_a_table_stands_for_its_products_alone():
     )
 
 
-def test_an_entry_may_stand_for_few_numbers_of_rows():
+def test_an_entry_may_cover_a_short_range_of_m():
     entries = [(PRODUCT, OTHER, 12), (PRODUCT._replace(m=4), OTHER._replace(block_m=8))]
     assert selection.set_tuned(H200, entries) == ["", ""]
     for m in (*range(1, 5), *range(12, 17)):
@@ -153,14 +153,14 @@ def test_an_entry_may_stand_for_few_numbers_of_rows():
 # --- the file -------------------------------------------------------------------------------------
 
 
-def test_what_is_written_is_read(home):
+def test_written_entries_are_read(home):
     written = table(entry(), entry(format=UINT4, scale="float32"))
     tables.write(home / "file.json", written)
     assert tables.read(home / "file.json") == written
     assert [path.name for path in home.iterdir()] == ["file.json"]
 
 
-def test_it_is_picked_up_at_the_start(home, monkeypatch):
+def test_the_table_is_read_at_startup(home, monkeypatch):
     """With one of two cached tables damaged, a line reports it and the other is used."""
     monkeypatch.setattr(tables, "_DRIVER", DRIVER)  # the other process finds it, too
     here = tables.driver_version() or "580.1"
@@ -199,7 +199,7 @@ def driver(tmp_path, model):
         ({"driver": "570.2"}, "NVIDIA H200", r"with driver 570\.2, and this is 580\.1"),
     ],
 )
-def test_a_table_of_elsewhere_is_not_used(tmp_path, home, monkeypatch, changes, model, said):
+def test_a_table_of_another_machine_is_not_used(tmp_path, home, monkeypatch, changes, model, said):
     driver(tmp_path, model)
     tables.write(tables.path_for(H200.name), table(**changes))
     monkeypatch.setenv(tables.VARIABLE, str(tables.path_for(H200.name)))
@@ -213,7 +213,7 @@ def test_a_table_of_elsewhere_is_not_used(tmp_path, home, monkeypatch, changes, 
     tables.load()
 
 
-def test_what_the_user_measured_comes_before_the_tables_of_the_package(home, monkeypatch):
+def test_measurements_of_the_user_override_the_tables_of_the_package(home, monkeypatch):
     few, eight = OTHER._replace(split_k=4), OTHER._replace(split_k=2)
     ours = table(entry(few), entry(few, n=8192), entry(eight, m=12), driver=None)
     tables.write(tables._SHIPPED / "NVIDIA-H200.json", ours)
@@ -240,7 +240,7 @@ def test_the_tables_of_the_package_are_whole(monkeypatch):
             assert 1 <= each.min_m <= each.product.m
 
 
-def test_a_table_of_here_is_used(tmp_path, home):
+def test_a_table_of_this_machine_is_used(tmp_path, home):
     driver(tmp_path, "NVIDIA H200")
     tables.write(tables.path_for(H200.name), table())
     tables.load()
@@ -311,7 +311,7 @@ def test_progress_without_tqdm(monkeypatch, capsys):
 # --- measuring ------------------------------------------------------------------------------------
 
 
-def test_the_best_is_taken_if_it_is_clearly_better(monkeypatch):
+def test_the_best_choice_is_used_if_clearly_better(monkeypatch):
     """Lowers the call that times candidates, and returns fake times."""
 
     def times(*operands, product, calls, choices):
@@ -393,11 +393,11 @@ def test_weights_of_a_checkpoint(tmp_path):
         (["4096"], {}, r"'4096' is no shape; name output channels .* as 14336x4096\."),
         ([(0, 64)], {}, r"\(0, 64\) is no shape"),
         ([], {}, "there are no shapes; name some"),
-        ({"w": jnp.ones(3)}, {}, "holds no quantized arrays; quantize it first"),
+        ({"w": jnp.ones(3)}, {}, "has no quantized arrays; quantize it first"),
         ("nowhere", {}, "nowhere is no checkpoint; name a .safetensors file"),
         ([(64, 64)], {"tokens": [0]}, r"0 is no number of tokens; name some from 1"),
         ([(64, 64)], {"tokens": []}, "there are no numbers of tokens"),
-        ([(64, 64)], {"dtype": "float32"}, "there are choices for bfloat16 and float16 alone"),
+        ([(64, 64)], {"dtype": "float32"}, "there are choices for bfloat16 and float16"),
         ([(64, 64)], {"format": MXFP8}, "tables are for integers with scales of 16 or 32"),
         (
             {"w": quantize(jnp.ones((64, 64)), MXFP8)},
@@ -406,14 +406,14 @@ def test_weights_of_a_checkpoint(tmp_path):
         ),
     ],
 )
-def test_refusals(arguments, options, said):
+def test_errors(arguments, options, said):
     with pytest.raises(ValueError, match=f"^tune: .*{said}"):
         tune(arguments, **options)
 
 
-def test_refusals_of_the_command(capsys):
+def test_errors_of_the_command(capsys):
     for arguments, said in (
-        ([], "name a checkpoint, or --shapes, or --show alone"),
+        ([], "name a checkpoint, --shapes, or only --show"),
         (["--shapes", "64", "--tokens", "1"], "jaxlowbit tune: '64' is no shape"),
         (["--shapes", "64x64", "--format", "nf5"], "'nf5' names no format"),
     ):

@@ -74,7 +74,7 @@ def test_a_block_is_the_composition_of_its_products(floats, dtype):
 @pytest.mark.parametrize(
     ("name", "dtype"), [("llama", "int8"), ("qwen2", "float8_e4m3fn"), ("gemma3", "int8")]
 )
-def test_models_are_near_those_of_floats(name, dtype):
+def test_models_are_close_to_float_models(name, dtype):
     config, weights = CONFIGS[name], random(CONFIGS[name])
     exact, found = (logits(decoder(config, weights, x)) for x in (None, dtype))
     error = np.linalg.norm(found - exact) / np.linalg.norm(exact)
@@ -94,7 +94,7 @@ def test_on_a_mesh_a_token_has_one_scale(name, dtype):
     assert np.abs(found - want).max() < 0.02 * np.abs(want).max()
 
 
-def test_what_is_not_finite_on_one_device_is_so_on_all():
+def test_nonfinite_values_of_one_device_reach_all():
     mesh = make_mesh()
     division = Division(mesh)
     values = jnp.array([[1.0, jnp.nan, 2.0], [3.0, 1.0, jnp.inf]])
@@ -123,7 +123,7 @@ def test_few_tokens_are_floats():
         assert np.array_equal(found, floats) == (rows == 25)
 
 
-def test_a_gpu_rounds_what_it_multiplies_in_8_bits(monkeypatch):
+def test_a_gpu_rounds_inputs_of_8_bit_products(monkeypatch):
     """The threshold depends on the formats of the weights."""
     weights = random(LLAMA)
     gpu = types.SimpleNamespace(platform="gpu")
@@ -160,7 +160,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("value", WRONG)
-def test_other_dtypes_are_refused(value):
+def test_other_dtypes_raise(value):
     error, sentence = WRONG[value]
     with pytest.raises(error, match=f"^Decoder: {sentence}"):
         decoder(LLAMA, random(LLAMA), value)
@@ -171,8 +171,8 @@ def test_other_dtypes_are_refused(value):
 
 
 @pytest.mark.parametrize(("rows", "error"), [(0, ValueError), ("3", TypeError), (True, TypeError)])
-def test_other_rows_are_refused(rows, error):
-    sentence = f"lhs_min_rows is {rows!r}, but it is a number of tokens from 1 on, or None"
+def test_other_rows_raise(rows, error):
+    sentence = f"lhs_min_rows is {rows!r}, but it must be a number of tokens from 1 on, or None"
     for caller, call in (
         ("Decoder", lambda: decoder(LLAMA, random(LLAMA), "int8", lhs_min_rows=rows)),
         ("init", lambda: init(LLAMA, lhs_min_rows=rows)),
@@ -198,7 +198,7 @@ def test_the_command_passes_the_dtype_on(name, monkeypatch):
     assert [options["lhs_min_rows"] for options in given] == [3]
 
 
-def test_the_command_refuses_other_dtypes(capsys):
+def test_the_command_raises_for_other_dtypes(capsys):
     with pytest.raises(SystemExit):
         main(["bench", "llama3-8b", "--lhs-qtype", "int4"])
     assert "invalid choice: 'int4'" in capsys.readouterr().err

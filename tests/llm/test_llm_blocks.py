@@ -32,21 +32,21 @@ def same_bits(found, expected):
 
 
 @pytest.mark.parametrize("name", TYPES)
-def test_sizes_are_those_of_ggml(name):
+def test_sizes_match_ggml(name):
     kind = ggml_types.TYPES[name]
     assert (kind.size, kind.nbytes) == gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
 
 
 @pytest.mark.parametrize("name", TYPES)
 @pytest.mark.parametrize("seed", range(3))
-def test_floats_are_those_of_ggml(name, seed):
+def test_floats_match_ggml(name, seed):
     rows = random_blocks(name, 40, 512, seed)
     same_bits(without_signs(ggml_types.floats(name, rows)), without_signs(expected(name, rows)))
 
 
 @pytest.mark.parametrize("name", TYPES)
 @pytest.mark.parametrize("blocks_of_row", [1, 3])
-def test_packed_weights_are_those_of_ggml(name, blocks_of_row):
+def test_packed_weights_match_ggml(name, blocks_of_row):
     """70 channels leave a partial atom, and so do some numbers of rows with blocks of 32."""
     rows = random_blocks(name, 70, blocks_of_row * ggml_types.TYPES[name].size)
     array = ggml_types.pack(name, rows)
@@ -57,7 +57,7 @@ def test_packed_weights_are_those_of_ggml(name, blocks_of_row):
 
 
 @pytest.mark.parametrize("name", ggml_grids.GRIDS)
-def test_types_of_grids_are_those_of_ggml(name):
+def test_types_of_grids_match_ggml(name):
     """IQ1 to IQ3: all of their numbers are in the codebook, so that nothing is rounded."""
     kind, rows = ggml_types.TYPES[name], random_blocks(name, 70, 512)
     assert (kind.size, kind.nbytes) == gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
@@ -86,7 +86,7 @@ def test_types_that_the_package_cannot_dequantize(name, bits, numbers):
 
 
 @pytest.mark.parametrize("name", TYPES)
-def test_packing_is_that_of_from_integers(name):
+def test_packing_matches_from_integers(name):
     rows = random_blocks(name, 64, 256)
     qvalue, scale, zero, *floats = ggml_types.unpack(name, rows)
     format = ggml_types.TYPES[name].format
@@ -150,7 +150,7 @@ def test_a_tensor_scale_multiplies_all_weights(monkeypatch):
         np.testing.assert_array_equal(own, other)
 
 
-def test_scales_round_where_a_dtype_is_named():
+def test_scales_round_to_a_given_dtype():
     rows = random_blocks("Q4_K", 64, 256)
     array = ggml_types.pack("Q4_K", rows, jnp.bfloat16)
     exact = ggml_types.unpack("Q4_K", rows).expanded()
@@ -177,7 +177,7 @@ def test_bits_of_a_weight_in_two_levels(name):
     same_bits(weight, np.asarray(wide.dequantize(jnp.float32)))
 
 
-def test_scales_beyond_a_dtype_are_refused():
+def test_scales_beyond_a_dtype_raise():
     rows = random_blocks("Q4_K", 1, 256)
     rows[:, :2] = np.frombuffer(np.float16(60000).tobytes(), np.uint8)
     with pytest.raises(
@@ -188,7 +188,7 @@ def test_scales_beyond_a_dtype_are_refused():
 
 @pytest.mark.parametrize("name", TYPES)
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
-def test_scales_that_are_not_finite_are_refused(name, wrong):
+def test_scales_that_are_not_finite_raise(name, wrong):
     rows = random_blocks(name, 3, 512)
     nbytes = ggml_types.TYPES[name].nbytes
     if name in ("MXFP4", "NVFP4"):

@@ -45,7 +45,7 @@ def test_calibrated_models_are_nearer_to_the_floats(tiny):
 
 
 def test_factors_of_inputs_are_folded_without_a_change(tiny):
-    """8 bits hide nothing: norms and matrices that take the factors give the same logits."""
+    """With 8 bits, folding factors into norms and matrices keeps the logits."""
     wanted = logits(tiny, format=None)
     found = logits(tiny, "smoothquant", "int8")
     model = loaded(tiny, "int8", quantizer="smoothquant", calibration=TOKENS)
@@ -98,7 +98,11 @@ def test_divergence_and_stride(tiny):
     plain = -jax.nn.log_softmax(logits)[jnp.arange(len(tokens) - 1), jnp.asarray(tokens[1:])]
     whole = perplexity(reference, tokens, context=len(tokens) - 1, stride=1)
     assert whole.loss == pytest.approx(float(plain.mean()), rel=1e-4)
-    with pytest.raises(ValueError, match=r"stride is 33, but it is tokens between .* from 1 to 32"):
+    with pytest.raises(
+        ValueError,
+        match=r"stride is 33, but it must be tokens between .* from 1 "
+        r"to 32",
+    ):
         perplexity(model, tokens, context=32, stride=33)
 
 

@@ -58,14 +58,18 @@ def test_tools_select_their_template():
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
-        ([], TypeError, r"template_options is \[\], but it is a mapping from names"),
-        ({1: 2}, TypeError, "template_options is {1: 2}, but it is a mapping from names"),
+        ([], TypeError, r"template_options is \[\], but it must be a mapping from names"),
+        ({1: 2}, TypeError, "template_options is {1: 2}, but it must be a mapping from names"),
         ({"messages": []}, ValueError, "template_options has 'messages', but the template gets"),
         ({"add_generation_prompt": True}, ValueError, "has 'add_generation_prompt'"),
         ({"bos_token": ""}, ValueError, "has 'bos_token'"),
         ({"mask_token": ""}, ValueError, "has 'mask_token'"),
         ({"tools": [print]}, TypeError, "tools in template_options is .* the JSON schema of a f"),
-        ({"documents": "text"}, TypeError, "documents in template_options is 'text', but it is"),
+        (
+            {"documents": "text"},
+            TypeError,
+            "documents in template_options is 'text', but it must be",
+        ),
     ],
 )
 def test_options_raise(options, error, match):

@@ -121,7 +121,7 @@ DRAWING = {
 }
 
 
-def test_every_option_of_drawing_is_that_of_generate(monkeypatch, capsys):
+def test_every_option_of_drawing_matches_generate(monkeypatch, capsys):
     flags = []
     for name, value in DRAWING.items():
         for one in value if isinstance(value, list) else [value]:
@@ -151,7 +151,7 @@ def test_log_probabilities(capsys):
     )
 
 
-def test_a_reply_that_is_cut_says_by_which_limit(capsys):
+def test_a_truncated_reply_names_the_limit(capsys):
     main(["generate", "m", "--raw", "--prompt", "hi", *GREEDY])
     assert "[2 + 4 tokens, cut by --max-new-tokens, " in capsys.readouterr().err
     arguments = ["generate", "m", "--raw", "--prompt", "x" * (model().config.context - 3)]
@@ -227,7 +227,7 @@ def test_a_line_that_does_not_fit_changes_nothing():
     talk = conversation()
     before, _ = talk.ask("a")
     talk.answer(None)
-    with pytest.raises(ValueError, match=r"the line has 106 tokens .* context holds 100 with"):
+    with pytest.raises(ValueError, match=r"the line has 106 tokens .* context has 100, with"):
         talk.ask("x" * 100)
     assert talk.ask("a") == (before, 0)
     talk.answer("yes")
@@ -254,7 +254,7 @@ def interrupted(pieces):
     ("pieces", "after"),
     [(["so ", "far"], "user:a\nassistant:so far\nuser:b\n"), ([], "user:b\n")],
 )
-def test_ctrl_c_ends_a_reply_and_keeps_what_was_said(pieces, after, monkeypatch, capsys):
+def test_ctrl_c_ends_a_reply_and_preserves_its_text(pieces, after, monkeypatch, capsys):
     session, prompts = interrupted(pieces)
     monkeypatch.setattr(chat, "Session", session)
     found = talked(monkeypatch, capsys, "a\nb\n")
@@ -262,7 +262,7 @@ def test_ctrl_c_ends_a_reply_and_keeps_what_was_said(pieces, after, monkeypatch,
     assert found.out == 2 * f"{''.join(pieces)}\n" and "[interrupted]" in found.err
 
 
-def test_a_terminal_is_told_of_a_long_wait(monkeypatch, capsys):
+def test_a_terminal_shows_a_notice_during_a_long_wait(monkeypatch, capsys):
     said = threading.Event()
     monkeypatch.setattr(console, "PATIENCE", 0.0)
     monkeypatch.setattr(console, "say", lambda text: said.set())
@@ -279,7 +279,7 @@ def test_a_terminal_is_told_of_a_long_wait(monkeypatch, capsys):
     assert found == [True, False] and capsys.readouterr().out == 2 * "x\n"
 
 
-def test_a_reply_that_fails_takes_the_line_back(monkeypatch, capsys):
+def test_a_failed_reply_removes_the_line(monkeypatch, capsys):
     class Session(chat.Session):
         def stream(self, prompt: Any, **options):
             prompts.append(bytes(prompt).decode())
@@ -396,7 +396,7 @@ def test_a_text_that_is_not_utf8_is_named(arguments, tmp_path, monkeypatch, caps
 
 
 @pytest.mark.parametrize("arguments", [["chat", "m"], ["generate", "m", "--prompt", "x"]])
-def test_no_template_is_said_before_weights_are_loaded(arguments, loads, monkeypatch, capsys):
+def test_a_missing_template_raises_before_weights_are_loaded(arguments, loads, monkeypatch, capsys):
     monkeypatch.setattr(ChatLetters, "has_chat", False)
     status, line = failed(arguments, capsys)
     assert status == 1 and "m has no chat template" in line and "generate with --raw" in line

@@ -136,7 +136,7 @@ def test_every_entry_of_the_rotation_is_known(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [kind for kind in CLASSES if kind not in IMAGES])
-def test_entries_that_a_file_lacks_are_those_of_the_class(kind, tmp_path):
+def test_missing_entries_have_the_defaults_of_the_class(kind, tmp_path):
     """A file without an entry raises, or reads like a file with the class's default."""
     own = with_entries(tmp_path, kind, {})
     for version in DATA.values():
@@ -476,7 +476,7 @@ def test_scaling_of_gguf_files():
         np.testing.assert_allclose(ratio, 2 * factors, rtol=1e-2)
     with pytest.raises(ValueError, match="'yarn' with the tensor rope_freqs"):
         scaled(tensors, rope__scaling__type="yarn")
-    with pytest.raises(ValueError, match=r"is I32 of shape .*, but it is a vector of F32"):
+    with pytest.raises(ValueError, match=r"is I32 of shape .*, but it must be a vector of F32"):
         scaled(rope_freqs("I32", np.ones(32, np.int32)))
     yarn = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}
     ratio, amplitude = scaled(**yarn)

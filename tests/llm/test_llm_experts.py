@@ -77,7 +77,7 @@ def quantized_logits(name: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", CASES_OF)
-def test_quantized_experts_multiply_as_floats(name):
+def test_quantized_experts_match_float_experts(name):
     """Other tests compare float experts with transformers."""
     config, format = CASES_OF[name]
     quantized = decoder(name)
@@ -87,7 +87,7 @@ def test_quantized_experts_multiply_as_floats(name):
     assert near(quantized_logits(name), logits(floats))
 
 
-def test_formats_of_experts_may_be_mixed():
+def test_experts_with_mixed_formats():
     weights = random(GPT_OSS, MXFP4) | {"layers.0.gate": random(GPT_OSS, INT8)["layers.0.gate"]}
     wide = dense(weights)
     x = jax.random.normal(jax.random.key(0), (2, 5, GPT_OSS.width))
@@ -131,7 +131,7 @@ def test_weights_of_a_decoder_are_those_it_was_made_of(config, format):
         assert all(map(np.array_equal, jax.tree.leaves(found[name]), jax.tree.leaves(weight)))
 
 
-def test_the_first_of_equal_experts_is_chosen():
+def test_ties_select_the_first_expert():
     x = jnp.ones((1, 1, QWEN3.width))
     expert, weight = experts.route(QWEN3, x, jnp.zeros((QWEN3.width, 8)), None)
     assert expert.tolist() == [[[0, 1]]]
@@ -155,7 +155,7 @@ def stacks(checkpoint: Any) -> list[Any]:
     return [checkpoint.weights[name] for name in names]
 
 
-def test_stacks_in_mxfp4_give_the_logits_of_transformers(tmp_path):
+def test_mxfp4_stacks_match_transformers(tmp_path):
     """gpt-oss as it is released, and with the blocks of GGUF."""
     entries, tensors = of_case("gpt_oss", tmp_path / "model")
     packed = dict(tensors)
@@ -183,7 +183,7 @@ def test_stacks_in_mxfp4_give_the_logits_of_transformers(tmp_path):
         assert np.array_equal(one.dequantize(jnp.float32), other.dequantize(jnp.float32))
 
 
-def test_early_gguf_files_have_a_tensor_for_each_expert(tmp_path):
+def test_early_gguf_files_with_a_tensor_per_expert(tmp_path):
     entries, tensors = of_case("mixtral", tmp_path / "model")
     expected = stacks(load(write_folder(tmp_path / "model", entries, tensors)))
     stored = {}
@@ -245,7 +245,7 @@ def make_mesh(devices: int) -> jax.sharding.Mesh:
     return jax.make_mesh((devices,), ("model",), axis_types=kinds, devices=found)
 
 
-def test_experts_on_several_devices_give_the_logits_of_one():
+def test_experts_on_several_devices_match_one_device():
     several = shard(LanguageModel(decoder("qwen3_moe")), make_mesh(4)).decoder
     down = several.blocks[0].down
     assert down.get_metadata("out_sharding") == ("model", None, None)
@@ -254,7 +254,7 @@ def test_experts_on_several_devices_give_the_logits_of_one():
     assert near(logits(several), quantized_logits("qwen3_moe"))
 
 
-def test_experts_on_several_devices_give_the_tokens_of_one():
+def test_tokens_of_experts_on_several_devices_match_one_device():
     meshes = None, make_mesh(2), make_mesh(4)
     models = (init(GPT_OSS, INT4_G32, mesh=mesh) for mesh in meshes)
     one, *others = (generate(model, [3, 1, 4], max_new_tokens=5).tokens for model in models)
@@ -270,7 +270,7 @@ def test_other_numbers_of_devices_raise():
     ("name", "billions"),
     [("mixtral-8x7b", 46.7), ("qwen3-30b-a3b", 30.5), ("gpt-oss-20b", 20.9), ("gpt-oss-120b", 117)],
 )
-def test_models_of_bench_have_their_sizes(name, billions):
+def test_bench_models_have_the_published_sizes(name, billions):
     config = SHAPES[name]
     numbers = sum(math.prod(shape) for shape in config.shapes().values())
     assert numbers == pytest.approx(billions * 1e9, rel=0.003)

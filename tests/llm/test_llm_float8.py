@@ -114,7 +114,7 @@ def logits(model: llm.LanguageModel) -> np.ndarray:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_weights_are_what_the_checkpoint_means(case, tmp_path):
+def test_weights_match_the_checkpoint(case, tmp_path):
     path, exact = folder(tmp_path, case)
     found = load(path, rules={"embedding": "int8"})
     for name in ("q", "k", "v", "o", "gate", "up", "down"):
@@ -132,7 +132,7 @@ def test_weights_are_what_the_checkpoint_means(case, tmp_path):
     assert found.weights["embedding"].format == Format(8)
 
 
-def test_models_compute_what_the_checkpoint_means(tmp_path):
+def test_models_match_the_weights_of_the_checkpoint(tmp_path):
     """Also on a mesh, with block-scaled matrices sharded along both axes."""
     path, exact = folder(tmp_path, "blocks")
     model = llm.load(path, dtype=jnp.float32, progress=False)
@@ -148,7 +148,7 @@ def test_models_compute_what_the_checkpoint_means(tmp_path):
     np.testing.assert_allclose(logits(divided), want, rtol=1e-4, atol=1e-5)
 
 
-def test_activations_are_rounded_where_it_is_asked_for(tmp_path):
+def test_activations_are_rounded_on_request(tmp_path):
     path, exact = folder(tmp_path, "channel")
     model = llm.load(path, dtype=jnp.float32, lhs_qtype="float8_e4m3fn", progress=False)
     assert "float8_e4m3fn activations" in str(model.report)
@@ -160,7 +160,7 @@ def test_activations_are_rounded_where_it_is_asked_for(tmp_path):
     np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-5)
 
 
-def test_blocks_that_devices_cut_are_refused(tmp_path):
+def test_blocks_that_devices_cut_raise(tmp_path):
     path, _ = folder(tmp_path, "cut blocks")
     mesh = jax.make_mesh((2,), ("model",), (AxisType.Auto,), devices=jax.devices("cpu")[:2])
     with pytest.raises(
@@ -169,7 +169,7 @@ def test_blocks_that_devices_cut_are_refused(tmp_path):
         llm.load(path, mesh=mesh, progress=False)
 
 
-def test_options_round_what_is_there(tmp_path):
+def test_options_round_existing_tensors(tmp_path):
     path, exact = folder(tmp_path, "cut blocks")
     found = load(path, format=INT4, rules={"k$": None}, scale_dtype=jnp.float16)
     weight: Any = found.weights["layers.0.q"]
@@ -268,21 +268,21 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "odd block": (
         {"config": FP8 | {"weight_block_size": [128, 100]}},
-        r"'weight_block_size' is \[128, 100\], but blocks are read of a number of rows and a "
+        r"'weight_block_size' is \[128, 100\], but a block must have a number of rows and a "
         "multiple of 16",
     ),
     "three sizes": ({"config": FP8 | {"weight_block_size": [1, 128, 128]}}, "'weight_block_size'"),
     "other floats": ({"config": FP8 | {"fmt": "e5m2"}}, "'fmt' is 'e5m2', but 'e4m3' is read"),
     "floats by name": (
         {"config": FP8 | {"modules_to_not_convert": ["self_attn"]}},
-        r"_proj.weight' has scales, but by .* stays floats",
+        r"_proj.weight' has scales, but .* keeps .* in floats",
     ),
     "method": (
         {"config": {"quant_method": "exl3", "bits": 4}},
         "'quant_method' is 'exl3', but the quantized checkpoints that are read are .*'gptq'.*; use "
         "the folder of the model's floats",
     ),
-    "list": ({"config": [1]}, r"'quantization_config' is \[1\], but it is an object"),
+    "list": ({"config": [1]}, r"'quantization_config' is \[1\], but it must be an object"),
     "packed": (
         {"config": compressed(group("channel"), format="pack-quantized")},
         "'type' is 'float', but 'int' is read",
@@ -295,7 +295,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no group": ({"config": compressed({"targets": []})}, "lacks 'weights', an object"),
     "text": (
         {"config": {**compressed(), "config_groups": {"a": 1}}},
-        "'a' is 1, but it is an object",
+        "'a' is 1, but it must be an object",
     ),
     "expression": (
         {"config": compressed(group("channel", targets=["re:("]))},
@@ -317,12 +317,12 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "new entry of fp8": ({"config": FP8 | {"new_entry": 2}}, "'new_entry' is 2, an entry of a qua"),
     "name": (
         {"config": compressed(group("channel"), ignore=[3])},
-        r"'ignore' is \[3\], but it is strings",
+        r"'ignore' is \[3\], but it must be strings",
     ),
 }
 
 
-def test_matrices_that_no_group_has_are_refused(tmp_path):
+def test_matrices_outside_of_all_groups_raise(tmp_path):
     path, _ = folder(tmp_path, "channel")
     rewrite(path, config=compressed(group("channel", **MLP)))
     with pytest.raises(ValueError, match=r"_proj\.weight' is quantized, but by 'ignore' and 'targ"):
@@ -335,7 +335,7 @@ def sound(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_damaged_folders_are_refused(name, sound):
+def test_damaged_folders_raise(name, sound):
     kept = {x: (sound / x).read_bytes() for x in ("config.json", "model.safetensors")}
     changes, sentence = WRONG[name]
     try:

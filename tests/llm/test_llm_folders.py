@@ -122,7 +122,7 @@ def test_images_and_defaults_of_gemma3(tmp_path):
     [
         ({"model_type": "gpt2"}, "'model_type' is 'gpt2', but the decoder here knows llama"),
         ({"hidden_size": None}, "lacks 'hidden_size', an integer"),
-        ({"hidden_size": "256"}, "'hidden_size' is '256', but it is an integer"),
+        ({"hidden_size": "256"}, "'hidden_size' is '256', but it must be an integer"),
         ({"num_hidden_layers": 3}, "9 weights of 30 are missing, the first is 'layers.2.q'"),
         ({"num_hidden_layers": 1}, "is no part of llama with 1 layers"),
         ({"intermediate_size": 128}, r"config.json asks for floats .* of \(128, 256\)"),
@@ -134,14 +134,14 @@ def test_images_and_defaults_of_gemma3(tmp_path):
         ({"eos_token_id": "end"}, "'eos_token_id' is"),
     ],
 )
-def test_config_json_is_refused(changes, match, tmp_path):
+def test_config_json_raises(changes, match, tmp_path):
     config = model_files.hf_config("llama") | changes
     folder = model_files.write_folder(tmp_path / "model", config, model_files.hf_weights("llama"))
     with pytest.raises(ValueError, match=match):
         load(folder)
 
 
-def test_folders_are_refused(tmp_path):
+def test_folders_raise(tmp_path):
     config, weights = model_files.hf_config("llama"), model_files.hf_weights("llama")
     folder = model_files.write_folder(tmp_path / "model", config, weights)
     file = folder / "model.safetensors"
@@ -162,14 +162,14 @@ def test_folders_are_refused(tmp_path):
         (folder / name).write_text(text[: len(text) // 2])
         refused(f"{name} is no JSON")
         (folder / name).write_text("[]")
-        refused(f"{name} holds list")
+        refused(f"{name} contains list")
         (folder / name).unlink()
         refused(f"{name} is missing")
         (folder / name).write_text(text)
     index = folder / "model.safetensors.index.json"
     file.unlink()
     index.write_text('{"weight_map": {"lm_head.weight": "../model.safetensors"}}')
-    refused("names the file '../model.safetensors', but shards lie beside it")
+    refused("names the file '../model.safetensors', but shards must be in the same folder")
     index.unlink()
     wrong = weights | {"lm_head.weight": np.ones(weights["lm_head.weight"].shape, np.int32)}
     model_files.write_folder(folder, config, wrong)
@@ -224,7 +224,7 @@ def test_other_folders_are_named_with_a_way_out(name, tmp_path):
     assert str(tmp_path) in str(raised.value)
 
 
-def test_an_adapter_beside_a_model_raises(tmp_path):
+def test_an_adapter_next_to_a_model_raises(tmp_path):
     """transformers would merge the adapter into the weights."""
     config, weights = model_files.hf_config("llama"), model_files.hf_weights("llama")
     folder = model_files.write_folder(tmp_path / "model", config, weights)
@@ -284,7 +284,7 @@ def test_indices_name_the_tensors_of_their_shards(tmp_path):
     with pytest.raises(ValueError, match=rf"has tensor 'lm_head.bias' in {first}, but that file"):
         load(folder)
     index.write_text(text.replace(first, "other").replace(second, first).replace("other", second))
-    with pytest.raises(ValueError, match="but that file is without it"):
+    with pytest.raises(ValueError, match="but the file does not contain it"):
         load(folder)
     index.write_text(text)
     (folder / second).write_bytes((folder / first).read_bytes())
@@ -292,7 +292,7 @@ def test_indices_name_the_tensors_of_their_shards(tmp_path):
         load(folder)
 
 
-def test_a_head_beside_the_table_it_is_tied_to(tmp_path):
+def test_a_head_next_to_its_tied_table(tmp_path):
     config = model_files.hf_config("llama") | {"tie_word_embeddings": True}
     weights = model_files.hf_weights("llama")
     same = weights | {"lm_head.weight": weights["model.embed_tokens.weight"].copy()}

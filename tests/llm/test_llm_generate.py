@@ -25,7 +25,7 @@ from jaxlowbit.llm import Decoder, LanguageModel, generate, stream
 
 # The other architectures differ in rotations, which test_llm_model.py compares.
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "gemma3"])
-def test_greedy_tokens_are_those_of_a_plain_program(name):
+def test_greedy_tokens_match_a_plain_program(name):
     """Each token has the largest logit given the tokens before it."""
     found = generate(model(name), PROMPT, max_new_tokens=20)
     assert len(found.tokens) == 20 and found.finish == "length"
@@ -62,7 +62,7 @@ def _at(tokens, start=0, padding=0):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_a_batch_of_unequal_prompts_gives_what_each_gives_alone(name):
+def test_a_batch_of_unequal_prompts_equals_separate_calls(name):
     prompts = [PROMPT, SHORT, LONG[:30]]
     together = generate(model(name), prompts, max_new_tokens=12)
     alone = [generate(model(name), prompt, max_new_tokens=12) for prompt in prompts]
@@ -77,14 +77,14 @@ def test_long_prompts_are_read_in_chunks(monkeypatch):
     assert generate(model(), LONG, max_new_tokens=8).tokens == whole.tokens
 
 
-def test_chunks_are_few_sizes():
+def test_chunks_have_few_different_sizes():
     assert loop.chunks(1) == loop.chunks(16) == [16]
     assert loop.chunks(33) == [64]
     assert loop.chunks(1024) == [512, 512]
     assert loop.chunks(1025 + 16) == [32, 512, 512]
 
 
-def test_a_stream_is_what_is_generated(monkeypatch):
+def test_a_stream_equals_generate(monkeypatch):
     whole = generate(model(), PROMPT, max_new_tokens=40)
     assert "".join(stream(model(), PROMPT, max_new_tokens=40)) == whole.text
     without = LanguageModel(model().decoder)
@@ -95,7 +95,7 @@ def test_a_stream_is_what_is_generated(monkeypatch):
         assert [len(group) for group in groups] == sizes
 
 
-def test_several_steps_without_the_host_give_the_same(monkeypatch):
+def test_steps_without_the_host_give_the_same_tokens(monkeypatch):
     """As on a GPU. The first sequence ends by a token of eos."""
     eos = generate(model(), PROMPT, max_new_tokens=40).tokens[11]
     one = model(eos=(eos,))
@@ -106,7 +106,7 @@ def test_several_steps_without_the_host_give_the_same(monkeypatch):
     assert want[0].finish == "eos" and len(want[1].tokens) == 45
 
 
-def test_draws_are_those_of_the_seed():
+def test_draws_match_the_seed():
     options = {"max_new_tokens": 40, "temperature": 1.0, "top_k": 50, "top_p": 0.9}
     first = generate(model(), PROMPT, seed=3, **options)
     assert generate(model(), PROMPT, seed=3, **options).tokens == first.tokens
@@ -241,7 +241,7 @@ def test_the_context_ends_a_text():
     assert found.tokens == generate(model(), PROMPT, max_new_tokens=9).tokens
 
 
-def test_each_sequence_of_a_batch_has_the_context_of_its_own():
+def test_each_sequence_of_a_batch_has_a_separate_context():
     one, prompts = model(context=60), [LONG, SHORT, LONG + PROMPT[:14]]
     together = generate(one, prompts, max_new_tokens=40)
     assert [len(x.tokens) for x in together] == [15, 40, 1]
@@ -250,7 +250,7 @@ def test_each_sequence_of_a_batch_has_the_context_of_its_own():
     assert [x.tokens for x in together[:2]] == [alone[0].tokens[:15], alone[1].tokens]
 
 
-def test_a_sequence_without_numbers_ends_without_the_others():
+def test_a_sequence_with_nan_ends_without_the_others():
     arrays = {
         name: jnp.asarray(value, jnp.float32) for name, value in floats(weights("llama")).items()
     }
@@ -265,7 +265,7 @@ def test_a_sequence_without_numbers_ends_without_the_others():
         assert (found[1].tokens, found[1].finish) == ([], "nan")
 
 
-def test_halves_of_characters_and_of_stop_strings_are_held_back():
+def test_incomplete_characters_and_stop_strings_are_delayed():
     text = Text(Letters(), eos=(), stops=("</s>",))
     taken = []
     for byte in "a é<b </s> c".encode():
@@ -308,15 +308,15 @@ def test_options_out_of_range_are_named(options):
         ([3, 160], "token 160 .*, but tokens are from 0 to 159"),
         ([-1], "token -1"),
         ([PROMPT, [200]], "prompt 1 has token 200"),
-        (PROMPT * 13, "273 tokens, but the context holds 256"),
+        (PROMPT * 13, "273 tokens, but the context has 256"),
     ],
 )
-def test_prompts_that_are_none_are_refused(prompt, sentence):
+def test_invalid_prompts_raise(prompt, sentence):
     with pytest.raises(ValueError, match=sentence):
         generate(model(), prompt)
 
 
-def test_text_without_a_tokenizer_is_refused():
+def test_text_without_a_tokenizer_raises():
     without = LanguageModel(model().decoder)
     with pytest.raises(ValueError, match="no tokenizer; pass tokens"):
         generate(without, "text")
@@ -326,7 +326,7 @@ def test_text_without_a_tokenizer_is_refused():
         stream(model(), [PROMPT, PROMPT])
 
 
-def test_a_batch_that_does_not_fit_says_what_it_needs(monkeypatch):
+def test_a_batch_too_large_for_memory_reports_its_size(monkeypatch):
     monkeypatch.setattr(memory, "available", lambda: 1_000_000)
     with pytest.raises(ValueError, match=r"a batch of 50 with 256 slots needs \d+,\d+,\d+ bytes"):
         generate(model(), [SHORT] * 50)

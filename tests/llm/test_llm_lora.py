@@ -39,7 +39,7 @@ def logits(model: llm.LanguageModel, tokens: Any = TOKENS) -> np.ndarray:
     return np.asarray(jax.jit(lambda state, x: nnx.merge(graph, state)(x))(state, tokens))
 
 
-def test_logits_are_those_of_peft(adapted):
+def test_logits_match_peft(adapted):
     expected = load_file(DATA / "lora" / "logits.safetensors")["logits"]
     assert np.abs(logits(adapted) - expected).max() <= 1e-4 * np.abs(expected).max()
     block = adapted.decoder.blocks[0]

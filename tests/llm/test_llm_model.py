@@ -35,7 +35,7 @@ def compare(config, weights):
 
 
 @pytest.mark.parametrize("name", [*CONFIGS, *PARTS])
-def test_logits_are_those_of_a_plain_program(name):
+def test_logits_match_a_plain_program(name):
     config = (CONFIGS | PARTS)[name]
     decoder = compare(config, random(config))
     x = jnp.zeros((1, 1, config.width))
@@ -89,7 +89,7 @@ def test_random_weights_are_never_floats(zero):
 
 
 @pytest.mark.parametrize("k", [64, 72, 100])
-def test_random_weights_multiply_as_what_they_dequantize_to(k):
+def test_random_weights_multiply_like_their_dequantized_values(k):
     config = LLAMA.replace(width=k, head_size=16)
     weight = random_weights(config, Format(4, group_size=16), dtype=jnp.float32)["layers.0.q"]
     assert isinstance(weight, QuantizedArray)
@@ -112,8 +112,8 @@ def test_missing_unknown_and_misshapen_weights_are_named():
 
 
 @pytest.mark.parametrize("tokens", [jnp.ones((1, 2)), jnp.ones(2, jnp.int32)])
-def test_tokens_of_another_kind_are_refused(tokens):
-    with pytest.raises(ValueError, match="they are integers"):
+def test_tokens_of_another_kind_raise(tokens):
+    with pytest.raises(ValueError, match="they must be integers"):
         init(LLAMA, Format(4, group_size=32)).decoder(tokens)
 
 
@@ -144,7 +144,7 @@ def test_the_implementation_is_chosen_by_batch_and_length(
     assert attention.choose(platform, jnp.dtype(dtype), **sizes, native=native) == expected
 
 
-def test_a_query_sees_what_is_before_it_and_in_its_window():
+def test_a_query_sees_earlier_positions_in_its_window():
     keys = jnp.array([[-1, 0, 1, 2, 3, -1]])
     queries = jnp.array([[2, -1]])
     seen = attention.mask(queries, keys, None)[0].astype(int).tolist()
@@ -160,7 +160,7 @@ def test_a_row_that_sees_nothing_is_finite():
     assert jnp.isfinite(out).all()
 
 
-def test_attention_is_that_of_jax():
+def test_attention_matches_jax():
     keys = jax.random.split(jax.random.key(0), 3)
     q, k, v = (
         jax.random.normal(key, (2, 6, n, 16)) for key, n in zip(keys, (4, 2, 2), strict=True)
@@ -180,13 +180,13 @@ def test_buckets_are_powers_of_two_up_to_the_context():
     assert bucket(100, 128) == 128
 
 
-def test_bytes_of_a_cache_are_known_before_it_is_made():
+def test_the_size_of_a_cache_is_known_before_allocation():
     cache = make_cache(LLAMA, 2, 64, jnp.bfloat16)
     found = sum(x.nbytes for x in jax.tree.leaves(cache))
     assert nbytes(LLAMA, 2, 64, jnp.bfloat16) == found == 2 * 2 * 2 * 64 * 32 * 2 + 2 * 64 * 4 + 4
 
 
-def test_a_decoder_may_take_its_weights_out_of_their_dict():
+def test_a_decoder_may_empty_its_dict_of_weights():
     weights = random(LLAMA)
     kept = Decoder(LLAMA, weights)
     names = set(weights)

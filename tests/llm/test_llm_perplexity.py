@@ -13,7 +13,7 @@ from jaxlowbit.llm import Decoder, LanguageModel, perplexity
 
 
 @pytest.mark.parametrize("context", [5, 16, 64])
-def test_perplexity_is_that_of_a_plain_program(context):
+def test_perplexity_matches_a_plain_program(context):
     """Each token except the first is predicted once, within its window."""
     tokens, surprise = LONG, []
     for start in range(0, len(tokens) - 1, context):
@@ -31,7 +31,7 @@ def test_the_default_context_fits_the_model():
     assert perplexity(model(), LONG[:4]).context == LLAMA.context < 512
 
 
-def test_texts_that_have_no_perplexity_are_refused():
+def test_texts_without_a_perplexity_raise():
     for tokens, context, sentence in (
         ([], 4, "perplexity: the text is empty"),
         ([3], 4, "1 token, but the first is not predicted"),

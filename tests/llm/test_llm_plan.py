@@ -20,7 +20,7 @@ SIZES = {"first": 100, "last": 100}
 UNIT = Unit("down$", 100, {"int3-g32": 0.1})
 
 
-def test_the_best_change_comes_first():
+def test_the_largest_gain_comes_first():
     errors = {"first": LADDER, "last": OTHER}
     # The hull of the first layer has no int3: a step of 2 bits gains more for each.
     assert mixed(errors, SIZES, 3.9).rules == {"first": "int2-g16", "last": "int2-g16"}

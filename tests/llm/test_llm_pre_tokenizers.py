@@ -233,7 +233,7 @@ def test_every_name_of_llama_cpp_is_known():
     assert not SPLITS.keys() & {"gemma4", "granite-embed-multi-311m", "sarvam-moe", "whitespace"}
 
 
-def test_flags_are_those_of_llama_cpp():
+def test_flags_match_llama_cpp():
     assert sorted(BEGIN) == sorted([*LLAMA3.split(), "tekken", "chameleon"])
     whole = [*LLAMA3.split(), "tekken", "minicpm5", "youtu", "granite-embed-multi-97m"]
     assert sorted(WHOLE_WORDS) == sorted(whole)

@@ -377,7 +377,7 @@ def config_of(folder, **entries):
 
 
 @pytest.mark.parametrize("name", ROTATIONS)
-def test_rotations_are_those_of_transformers(name, tmp_path):
+def test_rotations_match_transformers(name, tmp_path):
     architecture, entries, frequencies, amplitude = ROTATIONS[name]
     config = config_of(tmp_path, model_type=architecture, **entries)
     np.testing.assert_allclose(config.rope_frequencies(), frequencies, rtol=2e-6)
@@ -422,7 +422,10 @@ def test_layers_of_one_kind_have_the_rotation_of_that_kind(tmp_path):
         ({"partial_rotary_factor": 0.5}, "'partial_rotary_factor' is 0.5, but this"),
         ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "'partial_rotary_factor' is 0.25"),
         ({"rope_scaling": {"mrope_section": [2, 3, 3]}}, r"'mrope_section' is \[2, 3, 3\]"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": "16"}}, "'factor' is '16', but it is a"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": "16"}},
+            "'factor' is '16', but it must be a",
+        ),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2, "truncate": 1}}, "'truncate' is 1"),
         ({"rope_parameters": NESTED | {"chunked_attention": {}}}, "entry 'chunked_attention'"),
         ({"rope_theta": 1.0, "rope_scaling": {"type": "yarn", "factor": 2.0}}, "a base above 1"),
@@ -437,7 +440,7 @@ def test_other_rotations_raise(entries, match, tmp_path):
 @pytest.mark.parametrize(
     ("entries", "match"),
     [
-        ({"rope_parameters": {"rope_theta": 5e5}}, "turn differently; correct config.json"),
+        ({"rope_parameters": {"rope_theta": 5e5}}, "have different rotations; correct config.json"),
         (
             {"rope_parameters": NESTED | {"sliding_attention": {"type": "linear", "factor": 2.0}}},
             "scales only global layers",

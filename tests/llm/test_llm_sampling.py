@@ -48,7 +48,7 @@ def kept(logits, top_k=None, top_p=None, min_p=0.0):
      (7, 0.6, None), (None, None, 0.1), (None, None, 1.0), (6, None, 0.2), (None, 0.9, 0.3),
      (None, None, 0.0)],
 )  # fmt: skip
-def test_tokens_are_drawn_from_the_most_likely(top_k, top_p, min_p):
+def test_tokens_are_sampled_from_the_top(top_k, top_p, min_p):
     logits = np.random.default_rng(0).normal(size=16).astype(np.float32) * 2
     drawn = draw(logits, temperature=1.5, top_k=top_k, top_p=top_p, min_p=min_p)
     allowed = kept(logits / 1.5, top_k, top_p, min_p or 0)
@@ -101,7 +101,7 @@ def test_penalties_change_logits_as_documented():
     assert changed
 
 
-def test_penalties_see_the_prompt_and_what_was_drawn():
+def test_penalties_count_prompt_and_generated_tokens():
     """Reference: logits of the model, penalized by all previous tokens."""
     for name, value in (("repetition_penalty", 1.8), ("frequency_penalty", 0.7)):
         options: dict[str, Any] = {name: value}
@@ -147,7 +147,7 @@ def test_seeds_that_differ_in_high_bits_draw_and_make_other_things():
 # --- log-probabilities and several samples --------------------------------------------------------
 
 
-def test_logprobs_are_those_of_the_model():
+def test_logprobs_match_the_model():
     options: dict[str, Any] = {
         "max_new_tokens": 8,
         "temperature": 2.0,

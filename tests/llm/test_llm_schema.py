@@ -77,7 +77,7 @@ def small(tokenizer: Any = Bytes) -> llm.LanguageModel:
     return llm.LanguageModel(llm.init(config, "int8").decoder, tokenizer())
 
 
-def test_only_allowed_tokens_are_drawn(stub):
+def test_only_allowed_tokens_are_sampled(stub):
     found = llm.generate(small(), [[3, 1, 4], [1, 5]], schema={}, max_new_tokens=3)
     assert [(x.text, x.finish) for x in found] == [("{}", "eos")] * 2
     found = llm.generate(small(), [[3, 1, 4], [1, 5]], schema={}, max_new_tokens=1)
@@ -92,7 +92,7 @@ def test_only_allowed_tokens_are_drawn(stub):
             {"bad": 1},
             Bytes,
             ValueError,
-            "does not take the schema: a bad schema; change it",
+            "does not support the schema: a bad schema; change it",
         ),
         ({"default": {1}}, Bytes, ValueError, "not JSON serializable"),
         ({}, Letters, ValueError, "needs the tokenizer of a loaded model"),
@@ -103,13 +103,13 @@ def test_wrong_schemas(schema, tokenizer, error, match, stub):
         llm.generate(small(tokenizer), [3, 1], schema=schema)
 
 
-def test_replies_that_cannot_be_followed_raise(stub, monkeypatch):
+def test_replies_beyond_llguidance_raise(stub, monkeypatch):
     monkeypatch.setattr(Matcher, "consume_token", lambda self, token: False)
     with pytest.raises(ValueError, match=r"generate: llguidance cannot follow .*: too complex"):
         llm.generate(small(), [[3, 1, 4], [1, 5]], schema={}, max_new_tokens=3)
 
 
-def test_without_the_package(monkeypatch):
+def test_a_missing_package_raises(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     monkeypatch.setattr(
         "importlib.util.find_spec", lambda name: None if name == "llguidance" else object()

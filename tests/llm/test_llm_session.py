@@ -27,7 +27,7 @@ def read(monkeypatch):
     return counts
 
 
-def test_turns_read_only_what_is_new_and_give_what_generate_gives(read):
+def test_turns_read_only_new_tokens_and_match_generate(read):
     one = model("gemma3")  # has sliding windows
     session, history = Session(one), list(SHORT)
     for i, new in enumerate((PROMPT, LONG[:20], PROMPT[:5])):
@@ -161,7 +161,7 @@ def test_turns_of_a_bucket_compile_nothing(caplog):
     assert not [text for text in caplog.messages if "Finished XLA compilation" in text]
 
 
-def test_what_a_session_does_not_take(monkeypatch):
+def test_arguments_that_a_session_rejects(monkeypatch):
     with pytest.raises(TypeError, match="Session: model is 3"):
         Session(cast(Any, 3))
     session = Session(model())

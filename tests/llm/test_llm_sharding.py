@@ -80,7 +80,7 @@ def logits(decoder: Decoder) -> np.ndarray:
     ("name", "devices"),
     [("llama", 4), ("qwen2", 2), ("qwen3", 4), ("gemma3", 2), ("olmo3", 4), ("granite", 2)],
 )
-def test_logits_are_those_of_one_device(name, devices):
+def test_logits_match_one_device(name, devices):
     want = logits(model(name).decoder)
     found = logits(model(name, devices).decoder)
     assert found.shape == want.shape
@@ -88,18 +88,18 @@ def test_logits_are_those_of_one_device(name, devices):
 
 
 @pytest.mark.parametrize(("name", "devices"), [("llama", 4), ("gemma3", 2)])
-def test_tokens_are_those_of_one_device(name, devices):
+def test_tokens_match_one_device(name, devices):
     """Greedy, with prompts of different lengths."""
     assert tokens(model(name, devices)) == tokens(model(name))
 
 
-def test_draws_are_those_of_the_seed():
+def test_draws_match_the_seed():
     options = {"temperature": 1.0, "top_k": 50, "top_p": 0.9, "seed": 3}
     first = tokens(model("llama", 2), **options)
     assert first == tokens(model("llama", 2), **options) == tokens(model(), **options)
 
 
-def test_a_stream_and_a_perplexity_are_those_of_one_device():
+def test_a_stream_and_a_perplexity_match_one_device():
     found = list(stream(model("llama", 2), PROMPTS[0], max_new_tokens=12))
     assert found == list(stream(model(), PROMPTS[0], max_new_tokens=12))
     text = np.random.default_rng(0).integers(0, 160, 50).tolist()
@@ -132,7 +132,7 @@ def test_a_decoder_runs_outside_jit_and_looks_up_as_one_device():
 # --- shardings ------------------------------------------------------------------------------------
 
 
-def test_every_device_holds_its_part():
+def test_every_device_stores_its_shard():
     decoder = model("llama", 4).decoder
     block = decoder.blocks[0]
 
@@ -149,7 +149,7 @@ def test_every_device_holds_its_part():
     assert cache.keys[0].sharding.shard_shape(cache.keys[0].shape) == (2, 32, 1, 64)
 
 
-def test_metadata_are_those_of_nnx():
+def test_metadata_match_nnx():
     """Metadata describes the sharding of the matrix; NNX derives the sharding of each array."""
     decoder = model("llama", 2).decoder
     assert decoder.blocks[0].o.get_metadata("out_sharding") == ("model", None)
@@ -163,7 +163,7 @@ def test_metadata_are_those_of_nnx():
         assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
 
 
-def test_shard_leaves_a_model_where_it_is():
+def test_shard_does_not_move_the_original_model():
     one = model()
     two = shard(one, make_mesh(2))
     four = shard(two, make_mesh(4))
@@ -172,12 +172,12 @@ def test_shard_leaves_a_model_where_it_is():
     assert tokens(four) == tokens(one)
 
 
-def test_random_weights_are_those_of_one_device():
+def test_random_weights_match_one_device():
     one, two = (init(config(), INT4_G32, mesh=mesh) for mesh in (None, make_mesh(2)))
     assert tokens(two) == tokens(one)
 
 
-def test_a_file_is_divided_as_it_is_read(tmp_path):
+def test_a_file_is_sharded_while_it_is_read(tmp_path):
     path = tmp_path / "model.gguf"
     write_gguf(path, metadata("llama"), tensors("llama", ["Q4_1", "Q8_0", "Q6_K", "F16"]))
     one = load(path, dtype=jnp.float32, progress=False)
@@ -251,7 +251,7 @@ def refused(config: Config, devices: int, sentence: str, format: Format = INT4_G
             make(make_mesh(devices))
 
 
-def test_sizes_that_do_not_divide_are_refused():
+def test_sizes_that_do_not_divide_raise():
     nine = config().replace(heads=9, kv_heads=3)
     refused(nine, 2, r"heads=9 is no multiple of 2 devices.*number of devices: 1\.")
     three = config().replace(heads=6, kv_heads=3, hidden=384)
@@ -265,7 +265,7 @@ def test_sizes_that_do_not_divide_are_refused():
     refused(config(), 4, groups, Format(4, 128))
 
 
-def test_a_file_is_refused_before_it_is_read(tmp_path, monkeypatch):
+def test_a_file_raises_before_it_is_read(tmp_path, monkeypatch):
     path = tmp_path / "model.gguf"
     write_gguf(path, metadata("llama"), tensors("llama", ["TQ2_0"]))
     monkeypatch.setattr("jaxlowbit._llm.load._weight", None)
@@ -273,7 +273,7 @@ def test_a_file_is_refused_before_it_is_read(tmp_path, monkeypatch):
         load(path, progress=False, mesh=make_mesh(2))
 
 
-def test_rows_in_another_order_are_refused():
+def test_permuted_rows_raise():
     permuted = dict(weights("llama"))
     o: Any = permuted["layers.0.o"]
     order = jnp.arange(o.k, dtype=jnp.int32)[::-1]
@@ -282,12 +282,12 @@ def test_rows_in_another_order_are_refused():
         Decoder(config(), permuted, mesh=make_mesh(2))
 
 
-def test_other_meshes_are_refused():
+def test_other_meshes_raise():
     two: Any = jax.make_mesh((2, 2), ("a", "b"), devices=jax.devices("cpu")[:4])
     with pytest.raises(ValueError, match=r"the mesh has the axes \('a', 'b'\)"):
         shard(model(), two)
     none: Any = jax.devices("cpu")[:2]
-    with pytest.raises(TypeError, match=r"mesh is list, but it is a jax\.sharding\.Mesh"):
+    with pytest.raises(TypeError, match=r"mesh is list, but it must be a jax\.sharding\.Mesh"):
         shard(model(), none)
 
 
@@ -327,7 +327,7 @@ def test_bench_on_devices(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("devices", ["0", "9"])
-def test_devices_that_are_not_there_are_named(devices, capsys):
+def test_missing_devices_are_named(devices, capsys):
     with pytest.raises(SystemExit):
         main(["bench", "llama3-8b", "--devices", devices])
     assert f"--devices {devices}, but JAX sees" in capsys.readouterr().err

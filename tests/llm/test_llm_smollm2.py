@@ -94,7 +94,7 @@ def model():
 
 
 @pytest.mark.slow
-def test_weights_are_those_of_the_file():
+def test_weights_match_the_file():
     checkpoint = read(smollm2(), dtype=jnp.float32, progress=False)
     places = files.weights_of(files.File(smollm2()), checkpoint.config)
     for name, weight in checkpoint.weights.items():
@@ -104,7 +104,7 @@ def test_weights_are_those_of_the_file():
 @pytest.mark.slow
 @pytest.mark.parametrize("i", range(5 if THOROUGH else 1))
 @pytest.mark.parametrize("kind", ["chat", "text"])
-def test_greedy_tokens_are_those_of_a_plain_program(kind, i):
+def test_greedy_tokens_match_a_plain_program(kind, i):
     """Each token has the largest logit given the tokens before it."""
     tokenizer = model().tokenizer
     if kind == "chat":
@@ -139,7 +139,7 @@ print(memory("VmHWM") - before, model.report.nbytes, largest)
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system tells no peak")
 @pytest.mark.parametrize("format", [[], pytest.param(["int4-g128"], marks=pytest.mark.slow)])
-def test_loading_takes_the_memory_of_the_weights_and_of_one_tensor(format):
+def test_loading_needs_memory_for_the_weights_and_one_tensor(format):
     """Peak memory is at most the packed weights, the largest float32 tensor and 200 MB."""
     command = [sys.executable, "-c", LOADING, str(smollm2()), *format]
     environment = os.environ | {

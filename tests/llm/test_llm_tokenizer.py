@@ -71,7 +71,7 @@ def test_sentencepiece_tokens(sentencepiece):
     assert sentencepiece.encode("</s>w", bos=False)[0] == 2
 
 
-def test_streams_hold_back_parts_of_characters(byte_level):
+def test_streams_delay_incomplete_characters(byte_level):
     stream = byte_level.decode_stream()
     pieces = [stream.push(token) for token in byte_level.encode("é🎉")]
     assert pieces == ["", "é", "", "", "", "🎉"] and stream.finish() == ""

@@ -98,9 +98,7 @@ A = 64  # the byte of "a"
         (processors.ByteLevel(), [A]),
     ],
 )
-def test_tokens_around_a_text_are_those_of_the_post_processor(
-    processor, expected, config, tmp_path
-):
+def test_tokens_around_a_text_match_the_post_processor(processor, expected, config, tmp_path):
     engine = byte_level()
     engine.post_processor = processor
     tokenizer = read(tmp_path, engine, config | {"add_bos_token": True, "add_eos_token": True})
@@ -184,7 +182,7 @@ def test_tokens_of_other_files_are_added(tmp_path):
         read(tmp_path, None, {"added_tokens_decoder": {"262": 3}})
 
 
-def test_control_tokens_are_text_if_the_file_says_so(tmp_path):
+def test_control_tokens_are_text_on_request_of_the_file(tmp_path):
     tokenizer = read(tmp_path, None, NAMES | {"split_special_tokens": True})
     assert len(tokenizer.encode("<s>")) == 3
     assert tokenizer.encode("<s>", special=True) == [257]

@@ -179,7 +179,7 @@ def test_a_space_in_front_of_byte_level_texts():
     assert tokenizer.decode(tokenizer.encode("hello")) == "hello"
 
 
-def test_control_tokens_of_phi_3_take_the_spaces_behind_them():
+def test_control_tokens_of_phi_3_absorb_following_spaces():
     name = {"general.name": "Phi-3 mini"}
     assert read(BPE, None, **name).encode("<|im_end|> \n hello") == [263, HELLO]
     assert len(read(BPE).encode("<|im_end|> \n hello")) > 3

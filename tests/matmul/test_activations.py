@@ -73,7 +73,7 @@ def _all_floats() -> np.ndarray:
 
 
 @dtypes
-def test_tokens_of_zeros_and_of_no_numbers(dtype):
+def test_tokens_of_zeros_and_without_digits(dtype):
     x = jnp.zeros((5, 64)).at[1, 3].set(jnp.nan).at[2, 0].set(-jnp.inf).at[3].set(1e-40)
     x = x.at[4].set(3e38)
     found = quantize_activations(x, dtype)
@@ -88,7 +88,7 @@ def test_tokens_of_zeros_and_of_no_numbers(dtype):
     np.testing.assert_array_equal(minus.values.astype(jnp.float32), 0)
 
 
-def test_long_tokens_of_no_numbers():
+def test_long_tokens_without_digits():
     x = activations((3, 4096)).at[1, 2048].set(jnp.nan)
     found = np.isnan(np.asarray(quantize_activations(x).scale))
     np.testing.assert_array_equal(found, [[False], [True], [False]])
@@ -138,7 +138,7 @@ def test_an_epilogue_follows_the_scales(dtype):
 
 
 @dtypes
-def test_rows_mapped_beside_a_stack(dtype):
+def test_rows_mapped_together_with_a_stack(dtype):
     """Every matrix multiplies the mapped rows, even if both have the same count."""
     stack = quantize(activations((3, 64, 70), seed=2), INT4)
     x = activations((3, 5, 64))
@@ -253,7 +253,7 @@ def test_operands_and_results_of_the_call(hopper, kind, dtype, format, name):
     assert found.operands[1] == f"tensor<{k}xf32>"
 
 
-def test_where_activations_are_rounded_by_the_call(hopper):
+def test_the_call_rounds_activations(hopper):
     def found(x: Any, rhs: Any, dtype: Any = jnp.int8, **options: Any) -> list[str]:
         product = functools.partial(quantized_matmul, lhs_qtype=dtype, **options)
         return calls(product, x, rhs)
@@ -363,7 +363,7 @@ def test_a_factor_divides_in_float32_before_the_rounding(dtype, kind):
     np.testing.assert_array_equal(vector.values, found.values[2])
 
 
-def test_the_factor_is_that_of_smoothquant():
+def test_the_factor_matches_smoothquant():
     w = activations((6, 4), seed=1).at[2].set(0)
     absmax = jnp.array([1.0, 100.0, 3.0, 0.0, 1e-40, 3e38])
     rows = np.abs(np.asarray(w)).max(1)
@@ -436,12 +436,12 @@ ONES, SCALE = jnp.ones((2, 64), jnp.int8), jnp.ones((2, 1))
 WRONG = [
     (lambda: quantize_activations(jnp.ones((2, 64)), jnp.int4), "dtype is int4, but activations"),
     (lambda: quantize_activations(jnp.ones((2, 64), jnp.int32)), "activations are int32"),
-    (lambda: quantize_activations(jnp.ones((2, 0))), r"float32\[2, 0\], but they are"),
+    (lambda: quantize_activations(jnp.ones((2, 0))), r"float32\[2, 0\], but they must be"),
     (lambda: quantize_activations(jnp.float32(1)), "k from 1; cast or reshape them"),
     (lambda: QuantizedActivations(jnp.ones((2, 64)), SCALE), "use quantize_activations for floats"),
     (lambda: QuantizedActivations(ONES, SCALE[:1]), r"have float32\[2, 1\], one for each token"),
     (lambda: QuantizedActivations(ONES, SCALE.astype(jnp.bfloat16)), "reshape or cast it"),
-    (lambda: QuantizedActivations(ONES, SCALE, jnp.int8), "dtype is int8, but it is float32"),
+    (lambda: QuantizedActivations(ONES, SCALE, jnp.int8), "dtype is int8, but it must be float32"),
     (
         lambda: quantized_matmul(ONES, weight(64), lhs_qtype=jnp.int8),
         "lhs is int8, but activations are",
@@ -466,21 +466,25 @@ WRONG = [
     ),
     (
         lambda: quantized_matmul(SCALE, weight(1), lhs_qtype=jnp.int8, lhs_factor=jnp.ones((1, 1))),
-        r"lhs_factor is float32\[1, 1\], but it is floats \(1,\), one for each",
+        r"lhs_factor is float32\[1, 1\], but it must be floats \(1,\), one for each",
     ),
     (
         lambda: quantize_activations(SCALE, factor=jnp.zeros(1)),
         r"factor has 1 values that are not finite and positive, .* or more, the first at 0 \(0.0\)",
     ),
     (lambda: quantize_activations(SCALE, factor=jnp.full(1, jnp.inf)), "not finite and positive"),
-    (lambda: quantize_activations(SCALE, factor=jnp.ones(1, jnp.int32)), "but it is floats"),
-    (lambda: smoothing_factor(SCALE[0], ONES), r"weight is int8\[2, 64\], but it is float32"),
-    (lambda: smoothing_factor(SCALE[0], SCALE), r"absmax is float32\[1\], but it is floats \(2,\)"),
+    (lambda: quantize_activations(SCALE, factor=jnp.ones(1, jnp.int32)), "but it must be floats"),
+    (lambda: smoothing_factor(SCALE[0], ONES), r"weight is int8\[2, 64\], but it must be float32"),
+    (
+        lambda: smoothing_factor(SCALE[0], SCALE),
+        r"absmax is float32\[1\], but it must be floats "
+        r"\(2,\)",
+    ),
     (lambda: smoothing_factor(-SCALE[:, 0], SCALE), "absmax has 2 values that are not finite and"),
     (lambda: smoothing_factor(SCALE[:, 0], SCALE * jnp.nan), "weight has 2 values that are NaN"),
     (
         lambda: smoothing_factor(SCALE[:, 0], SCALE, alpha=1.5),
-        "alpha is 1.5, but it is from 0 to 1",
+        "alpha is 1.5, but it must be from 0 to 1",
     ),
     (lambda: QuantizedActivations(ONES, SCALE) @ weight(100), r"last axis of lhs must be k=100"),
     (
@@ -534,8 +538,8 @@ def test_other_products_take_no_quantized_activations():
             call()
 
 
-def test_what_is_no_array_is_refused():
-    with pytest.raises(TypeError, match="activations is 'x', but it is floats"):
+def test_values_other_than_arrays_raise():
+    with pytest.raises(TypeError, match="activations is 'x', but it must be floats"):
         quantize_activations("x")
     with pytest.raises(TypeError, match="names no dtype"):
         quantize_activations(jnp.ones((2, 64)), 8)

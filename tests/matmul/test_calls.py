@@ -304,7 +304,7 @@ def test_tensor_scales_are_operands_of_one_call(cuda, name, format):
 
 
 @pytest.mark.parametrize("format", UNITS, ids=str)
-def test_one_call_is_right_where_its_derivatives_and_batches_are(format):
+def test_one_call_has_correct_derivatives_and_batches(format):
     """Checks values, derivatives of a tensor scale and a batch over weights."""
     gate_up, down = quantize(normal(2, K, F), format), quantize(normal(F, N), format)
 
@@ -430,14 +430,17 @@ def any_block(residual, out, norm, gate_up, down):
     ("f", "message"),
     [
         (lambda: any_matmuls(LHS, []), "rhss is empty"),
-        (lambda: any_matmuls(LHS, QKV[0]), "rhss is of class QuantizedArray, but it is a sequence"),
+        (
+            lambda: any_matmuls(LHS, QKV[0]),
+            "rhss is of class QuantizedArray, but it must be a sequence",
+        ),
         (lambda: any_matmuls(LHS, [LHS]), r"rhss\[0\] is float32\[5, 128\], but it must be"),
         (lambda: any_matmuls(LHS, [GATE_UP]), r"rhss\[0\] has shape \(2, 128, 192\), but"),
         (lambda: any_matmuls(LHS, [QKV[0], GATE_UP[0]]), r"rhss\[1\] has .* and rhss\[0\]"),
         (lambda: any_matmuls(LHS[:, 1:], QKV), "must be k=128"),
         (lambda: any_matmuls(LHS, QKV, out_sharding=P()), "are on no mesh with Explicit"),
         (lambda: any_mlp(LHS, GATE_UP, DOWN, activation="tanh"), "activation='tanh' is unkn"),
-        (lambda: any_mlp(LHS, DOWN, DOWN), r"gate_up has shape \(192, 70\), but it is two"),
+        (lambda: any_mlp(LHS, DOWN, DOWN), r"gate_up has shape \(192, 70\), but it must be two"),
         (
             lambda: any_mlp(LHS, GATE_UP, QKV[0]),
             r"down has .* with f=192, .* \(2, 128, 192\)",
@@ -466,6 +469,6 @@ def test_errors_are_sentences(f, message):
         f()
 
 
-def test_another_platform_is_refused():
+def test_another_platform_raises():
     with pytest.raises(ValueError, match="'cuda'"):
         jax.block_until_ready(quantized_mlp(half(), gate_up=GATE_UP, down=DOWN, backend="cuda"))

@@ -78,14 +78,14 @@ def test_every_pair_and_the_triples_are_there():
     assert len({x.name for x in COMBINATIONS}) == len(COMBINATIONS) >= 300
 
 
-def test_a_few_have_every_value():
+def test_a_small_sample_contains_every_value():
     weights, *others = DIMENSIONS
     for name in others:
         assert {values_of(x)[name] for x in SAMPLE} == {*DIMENSIONS[name]}, name
     assert len({x.weights for x in SAMPLE}) > 8, weights
 
 
-def test_what_is_left_out_is_refused():
+def test_omitted_entries_raise():
     """Combinations are left out only if `Format` or gated quantized activations raise."""
     names = ("weights", "scales", "zero")
     for row in itertools.product(*(DIMENSIONS[name] for name in names)):

@@ -124,7 +124,7 @@ def assert_same_as_arguments(
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_closed_over_weights_are_those_of_arguments(name):
+def test_closed_over_weights_match_arguments(name):
     run = operations if name in KINDS else reads
     run = functools.partial(run, backend=None)
     assert_same_as_arguments(run, weights_of(FORMATS[name]), normal(ROWS, K, seed=7))

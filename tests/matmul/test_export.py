@@ -44,7 +44,7 @@ def stored_and_loaded(exported: export.Exported) -> export.Exported:
 
 
 @pytest.mark.parametrize("kind", ARRAYS)
-def test_the_structure_of_arguments_and_results_is_kept(kind):
+def test_the_structure_of_arguments_and_results_is_preserved(kind):
     array = ARRAYS[kind]()
     exported = export.export(jax.jit(lambda q: {"same": q}))(array)
     loaded = stored_and_loaded(exported)
@@ -180,7 +180,7 @@ def test_every_call_of_a_program_may_be_exported():
     assert allowed == constants - {call.TIMES_TARGET}
 
 
-def test_weights_of_another_format_are_refused():
+def test_weights_of_another_format_raise():
     exported = export.export(jax.jit(lambda q: q.dequantize()))(ARRAYS["4 bits"]())
     with pytest.raises(ValueError, match=r"Format\(bits=8(.|\n)*Format\(bits=4"):
         exported.call(quantize(floats(K, N), Format(8, 32)))
@@ -194,7 +194,7 @@ def test_weights_of_another_format_are_refused():
         ("layout", 2, "stores it with layout version 2, but this library reads version 1"),
     ],
 )
-def test_programs_of_other_versions_are_refused(monkeypatch, name, value, message):
+def test_programs_of_other_versions_raise(monkeypatch, name, value, message):
     array = ARRAYS["4 bits"]()
     exported = export.export(jax.jit(lambda q: q.dequantize()))(array)
     dumps = json.dumps

@@ -97,7 +97,7 @@ def test_the_longest_sums_fit(format):
         integer_matmul(values(1, most + 1), longer)
 
 
-def test_results_are_what_scales_multiply():
+def test_results_are_multiplied_by_scales():
     """`quantized_matmul` equals the integer product times the scales of tokens and channels."""
     _, rhs = weights(Format(4), 64, 70)
     x, scale = values(5, 64), jnp.full((5, 1), 0.5)
@@ -109,13 +109,13 @@ def test_results_are_what_scales_multiply():
     assert (np.abs(np.asarray(product) - want) <= bound).all()
 
 
-def test_groups_that_hold_all_of_k():
+def test_groups_that_span_k():
     rhs = quantize(jnp.ones((100, 64)), INT4)
     np.testing.assert_array_equal(integer_matmul(values(1, 100, extreme=1), rhs), 127 * 7 * 100)
 
 
 @pytest.mark.parametrize("format", [Format(4), Format(4, 64, scale="int8")], ids=format_name)
-def test_orders_of_rows_and_shards(format):
+def test_permutations_of_rows_and_shards(format):
     order = np.random.default_rng(0).permutation(128)
     x = values(3, 128)
     integers, rhs = weights(format, 128, 70)
@@ -204,7 +204,7 @@ def test_exported_programs():
 HOPPER = Target("cuda", frozenset({90}))
 
 
-def test_what_the_call_of_hopper_takes(monkeypatch):
+def test_products_supported_by_the_hopper_call(monkeypatch):
     monkeypatch.setattr(quantized_lhs, "unread", lambda *_: None)
     monkeypatch.setattr(extension, "no_compiler", lambda what: None)
     sums = module.IntegerSums(None, Options())
@@ -267,12 +267,12 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("wrong", "sentence"), WRONG)
-def test_refusals(wrong, sentence):
+def test_errors(wrong, sentence):
     with pytest.raises(ValueError, match=sentence):
         wrong()
 
 
-def test_what_is_no_array_is_refused():
+def test_values_other_than_arrays_raise():
     rhs = quantize(jnp.ones((64, 8)), INT8)
     with pytest.raises(TypeError, match="lhs is a QuantizedActivations"):
         integer_matmul(QuantizedActivations(ONES, jnp.ones((2, 1))), rhs)

@@ -132,7 +132,7 @@ def test_the_workspace_has_room_for_the_results(cuda):
 
 @pytest.mark.parametrize("call", ["matmul", "glu", "matmuls", "mlp", "block"])
 @pytest.mark.ways("call")
-def test_activations_and_results_have_their_own_buffers(cuda, call):
+def test_activations_and_results_have_separate_buffers(cuda, call):
     """A barrier keeps XLA from fusing producers into the call; weights have no barrier."""
     function, activations, results = {
         "matmul": (lambda x, q, _: quantized_matmul(x, q, residual=x), 2, 1),
@@ -223,7 +223,7 @@ def test_float16_sums_are_an_attribute(cuda, transform, platform):
         assert set(values) == {int(precision is not None)}
 
 
-def test_float16_sums_are_kept_by_the_transpose(cuda):
+def test_float16_accumulation_applies_to_the_transpose(cuda):
     def cotangent(ct, rhs):
         f = functools.partial(quantized_matmul, precision=jax.lax.DotAlgorithmPreset.F16_F16_F16)
         return jax.linear_transpose(lambda x: f(x, rhs), like(5, K, dtype="float16"))(ct)
@@ -276,7 +276,7 @@ def gpus(monkeypatch):
 
 @pytest.mark.parametrize(("m", "reads"), [(1, True), (16, True), (17, False)])
 @pytest.mark.parametrize("activation", [None, "silu"])
-def test_hopper_reads_scales_of_two_levels(cuda, gpus, m, reads, activation):
+def test_hopper_reads_two_level_scales(cuda, gpus, m, reads, activation):
     """The small-M kernel reads them, with or without an epilogue; otherwise XLA expands them."""
     gpus("9.0")
     array = quantized(
@@ -299,7 +299,7 @@ def test_gpus_without_kernels_run_the_definition(cuda, gpus, capabilities, count
     assert ("dot_general" in text) == (count == 0)
 
 
-def test_gpus_without_kernels_refuse_the_custom_call(cuda, gpus):
+def test_gpus_without_kernels_raise_for_the_custom_call(cuda, gpus):
     gpus("7.5")
     forced = functools.partial(quantized_matmul, backend="cuda")
     with pytest.raises(ValueError, match=r"'cuda', but .* need .* 8\.0, .* has 7\.5; use .*\.$"):
@@ -336,7 +336,7 @@ def test_gpus_of_other_architectures_run_the_definition(
         assert f"kernels for {built}, of which none runs on" in reason and capability in reason
 
 
-def test_exported_programs_ask_where_they_run(cuda, gpus):
+def test_exported_programs_select_where_they_run(cuda, gpus):
     gpus("7.5")
     exported = export.export(
         jax.jit(product),
@@ -346,7 +346,7 @@ def test_exported_programs_ask_where_they_run(cuda, gpus):
     assert calls(exported.mlir_module()) == 1
 
 
-def test_no_rows_need_no_custom_call():
+def test_empty_products_have_no_custom_call():
     assert calls(lowered(product, like(0, K), stack(), platform="cpu")) == 0
 
 

@@ -326,7 +326,7 @@ PADDED_EVERYWHERE = covering(
 
 
 @pytest.mark.parametrize("row", PADDED, ids=str)
-def test_padding_is_invisible_beside_the_largest_weights(row):
+def test_padding_has_no_effect_next_to_the_largest_weights(row):
     k, group_size, bits, shards, zero, dtype, m = row
     rhs = largest(bits, shards, zero, k, group_size)
     lhs = np.zeros((m, k), jnp.dtype(dtype))
@@ -340,7 +340,7 @@ def test_padding_is_invisible_beside_the_largest_weights(row):
 @pytest.mark.skipif(PLATFORM != "cpu", reason="on GPUs the kernels ask for finite scales there")
 @BOTH_WAYS
 @pytest.mark.parametrize("group_size", [64, 48])
-def test_an_infinite_scale_is_that_of_the_definition(group_size, m):
+def test_an_infinite_scale_matches_the_definition(group_size, m):
     """Including a group that ends in padding."""
     values, scale = np.ones((72, 70), np.int8), np.ones((2, 70), np.float32)
     scale[1, ::2] = np.inf
@@ -360,7 +360,7 @@ BEYOND = {  # dtype of lhs: a weight that rounds to infinity, and one that does 
 @BOTH_WAYS
 @pytest.mark.parametrize("dtype", BEYOND)
 @pytest.mark.parametrize("zero", ["none", "integer", "float", "codebook"])
-def test_weights_are_infinite_where_the_dtype_of_lhs_ends(zero, dtype, m):
+def test_weights_beyond_the_dtype_of_lhs_are_infinite(zero, dtype, m):
     """Like `lhs @ rhs.dequantize(lhs.dtype)`; finite in CUDA kernels that do not round weights."""
     beyond, within = BEYOND[dtype]
     unsigned = zero != "none"
@@ -401,7 +401,7 @@ def test_weights_are_infinite_where_the_dtype_of_lhs_ends(zero, dtype, m):
 @pytest.mark.parametrize(
     "backend", [b for b in backends("float16", PROBLEMS[0].format) if b != "cuda"]
 )
-def test_backends_without_float16_sums_add_in_float32(backend):
+def test_backends_without_float16_accumulation_use_float32(backend):
     lhs, rhs, _ = operands(next(p for p in PROBLEMS if p.name == "float16, large scales"))
     product = functools.partial(matmul, jnp.asarray(lhs), rhs, backend=backend)
     half = product(precision=jax.lax.DotAlgorithmPreset.F16_F16_F16)

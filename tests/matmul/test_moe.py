@@ -1,4 +1,4 @@
-"""`quantized_moe`: its meaning, expert by expert, derivatives and divided experts."""
+"""`quantized_moe`: results compared with each expert, derivatives, and sharded experts."""
 
 import functools
 from typing import Any
@@ -15,6 +15,7 @@ from jax.sharding import AxisType
 from meshes import assert_close, put
 
 from jaxlowbit import INT4, MXFP4, Format, quantized_moe
+from jaxlowbit._composite import moe as moe_module
 
 P = jax.P
 TOKENS, K, HIDDEN, EXPERTS, TOP = 7, 128, 64, 8, 2
@@ -49,7 +50,7 @@ def reference(
     down_bias: Any = 0,
     module: Any = np,
 ) -> Any:
-    """Every expert for every token, in floats; `expert` and `weight` pick and add."""
+    """Every expert for every token, in floats; `expert` and `weight` select and weigh them."""
     a, b = module.einsum("tk,pekh->pteh", x, gate_up) + gate_up_bias[:, None]
     up = b
     if activation == "gpt_oss":
@@ -105,11 +106,19 @@ def choices(draw: st.DrawFn) -> dict[str, Any]:
 @hypothesis.given(choices())
 @hypothesis.settings(max_examples=25 if hypothesis.settings().derandomize else 500)
 def test_random_choices(given):
-    rows = (given.pop(name) for name in ("x", "expert", "weight"))
-    args = (*rows, GATE_UP, DOWN)
+    x, expert, weight = (given.pop(name) for name in ("x", "expert", "weight"))
+    args = x, expert, weight, GATE_UP, DOWN
     got, want = moe(*args, **given), wanted(*args, **given)
     assert got.shape == want.shape and got.dtype == jnp.float32
     np.testing.assert_allclose(got, want, atol=2e-5 * (1 + np.abs(want).max(initial=0)))
+
+
+@pytest.mark.parametrize("compared", [0, 100])
+def test_choices_are_sorted_by_expert(monkeypatch, compared):
+    monkeypatch.setattr(moe_module, "COMPARED", compared)
+    experts = np.random.default_rng(0).integers(0, 9, 100).astype(np.int32)
+    places = jax.jit(moe_module._places)(experts)
+    np.testing.assert_array_equal(np.argsort(places), np.argsort(experts, stable=True))
 
 
 def test_dtypes_and_leading_axes():
@@ -123,7 +132,7 @@ def test_dtypes_and_leading_axes():
     assert (one.shape, one.dtype) == ((K,), jnp.bfloat16)
 
 
-def test_experts_that_are_not_here_contribute_nothing():
+def test_absent_experts_contribute_nothing():
     """Their weights may be NaN. An expert that occurs twice counts twice."""
     expert = EXPERT.at[0, 0].set(EXPERTS).at[1, 1].set(-1).at[2].set(3)
     weight = WEIGHT.at[0, 0].set(jnp.nan).at[1, 1].set(jnp.inf)
@@ -161,10 +170,12 @@ def test_gradients_and_vmap():
         assert_close(gradients(product), gradients(want))
     rows = [jnp.stack([x, x[::-1]]) for x in (X, EXPERT, WEIGHT)]
     got = jax.vmap(lambda *rows: moe(*rows, GATE_UP, DOWN))(*rows)
-    assert_close(got, np.stack([wanted(*x, GATE_UP, DOWN) for x in zip(*rows, strict=True)]))
+    assert_close(
+        got, np.stack([wanted(x, e, w, GATE_UP, DOWN) for x, e, w in zip(*rows, strict=True)])
+    )
 
 
-def test_experts_divided_over_devices():
+def test_experts_sharded_over_devices():
     count = 4
     mesh = jax.make_mesh((count,), ("model",), devices=jax.devices("cpu")[:count])
     specs = (
@@ -184,7 +195,7 @@ def test_experts_divided_over_devices():
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_hidden_features_divided_over_a_mesh(kind):
+def test_hidden_features_sharded_over_a_mesh(kind):
     """Tensor parallel: columns of gate and up, and rows of down, with one all-reduce."""
     gate_up = quantize(normal(2, 2, K, 128), INT4)
     down = quantize(normal(2, 128, K), Format(4, 64))

@@ -79,7 +79,7 @@ def test_one_kernel_for_gpus(bits, zero, group_size, dtype):
 
 
 @deprecated
-def test_scales_of_two_levels_are_expanded(monkeypatch):
+def test_two_level_scales_are_expanded(monkeypatch):
     """Also for products whose CUDA kernels read them."""
     monkeypatch.setattr(Target, "is_only", lambda *_: True)
     lhs = jax.ShapeDtypeStruct((5, K), jnp.bfloat16)
@@ -89,14 +89,14 @@ def test_scales_of_two_levels_are_expanded(monkeypatch):
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
-def test_no_program_gets_it_unasked(platform):
+def test_pallas_runs_only_on_request(platform):
     lhs = jax.ShapeDtypeStruct((5, K), jnp.bfloat16)
     unread = Format(6, codebook=tuple(range(64)))  # unsupported by GPU kernels
     text = lowered(lambda lhs, rhs: lhs @ rhs, lhs, abstract(unread), platform)
     assert "custom_call" not in text and "dot_general" in text
 
 
-def test_other_platforms_are_refused():
+def test_other_platforms_raise():
     lhs = jax.ShapeDtypeStruct((5, K), jnp.bfloat16)
     with pytest.raises(
         ValueError, match=r"backend='pallas', but .* compiled for another platform; use .*\.$"
@@ -104,20 +104,20 @@ def test_other_platforms_are_refused():
         lowered(product, lhs, abstract(Format(4, 32)), "rocm")
 
 
-def test_gpus_are_refused_where_jax_has_no_triton(monkeypatch):
+def test_gpus_raise_if_jax_has_no_triton(monkeypatch):
     monkeypatch.setattr(pallas.triton, "MODULE", "jax.experimental.pallas.gone")
     lhs = jax.ShapeDtypeStruct((5, K), jnp.bfloat16)
     with pytest.raises(ValueError, match=r"for cuda, but jax .* has no jax.*gone; use .*\.$"):
         lowered(product, lhs, abstract(Format(4, 32)), "cuda")
 
 
-def test_symbolic_rows_are_refused():
+def test_symbolic_rows_raise():
     lhs = jax.ShapeDtypeStruct(jax.export.symbolic_shape(f"rows, {K}"), jnp.bfloat16)
     with pytest.raises(ValueError, match=r"with rows rows and .*kernels need numbers; use .*\.$"):
         lowered(product, lhs, abstract(Format(4, 32)), "tpu")
 
 
-def test_other_widths_are_refused():
+def test_other_widths_raise():
     with pytest.raises(ValueError, match=r"read 1, 2, 4 or 8 bits, the format has 3\. Use .*\.$"):
         product(jnp.ones((5, K)), weight(Format(3, 32)))
 

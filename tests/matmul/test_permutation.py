@@ -84,7 +84,7 @@ def test_quantize_stores_and_groups_rows_in_that_order(format, shards, lead):
     assert array.nbytes == want.nbytes + 4 * K * np.prod(lead, dtype=int)
 
 
-def test_one_order_serves_all_leading_axes():
+def test_one_permutation_serves_all_leading_axes():
     weight, order = normal(LAYERS, K, N), orders(K)
     one = jaxlowbit.quantize(weight, FORMAT, permutation=order)
     each = jaxlowbit.quantize(weight, FORMAT, permutation=np.stack([order] * LAYERS))
@@ -168,7 +168,7 @@ def test_indexing_selecting_and_mapping():
     np.testing.assert_array_equal(mapped, value)
 
 
-def test_an_order_is_checked_where_it_comes_from_outside(monkeypatch):
+def test_a_permutation_from_outside_is_checked(monkeypatch):
     """Arrays derived from another one skip the check, which takes longer than a product."""
     checked = []
     monkeypatch.setattr(permutations, "check_values", lambda caller, *args: checked.append(caller))
@@ -208,7 +208,7 @@ def refuses(message: str):
     ("changes", "found"),
     [({3: 17}, "17 at (17,) again"), ({5: K}, "200 at (5,)"), ({0: -1}, "-1 at (0,)")],
 )
-def test_orders_of_which_a_row_is_missing(changes, found):
+def test_permutations_with_a_missing_row(changes, found):
     order = np.arange(K, dtype=np.int32)
     for at, value in changes.items():
         order[at] = value
@@ -225,7 +225,7 @@ def test_orders_of_which_a_row_is_missing(changes, found):
         )
 
 
-def test_orders_go_beyond_no_shard_and_no_layer():
+def test_permutations_stay_within_shards_and_layers():
     array = jaxlowbit.quantize(normal(2, K, N), FORMAT, shards=(2, 1))
     order = np.tile(np.arange(100, dtype=np.int32), (2, 2))
     dataclasses.replace(array, permutation=jnp.asarray(order))
@@ -236,7 +236,7 @@ def test_orders_go_beyond_no_shard_and_no_layer():
         jaxlowbit.quantize(normal(K, N), FORMAT, shards=(2, 1), permutation=np.arange(K))
 
 
-def test_restored_orders_are_checked_when_asked():
+def test_restored_permutations_are_checked_on_request():
     leaves, treedef = jax.tree.flatten(quantize())
     stored = jax.tree.unflatten(treedef, [*leaves[:-2], jnp.zeros(K, jnp.int32), leaves[-1]])
     with refuses(r"permutation has 0 at \(1,\) again"):
@@ -337,7 +337,7 @@ def test_calls_of_cuda_gather_activations(cuda, f, dtype, rhs, operand, gathers)
 @pytest.mark.parametrize("lead", [(), (2,)], ids=["matrix", "view"])
 @pytest.mark.parametrize("lhs_axis", [None, 0, 1])
 @pytest.mark.ways("lhs_axis")
-def test_vmap_over_orders_of_the_same_words(lhs_axis, lead):
+def test_vmap_over_permutations_of_the_same_words(lhs_axis, lead):
     words, lhs = quantize(*lead), normal(LAYERS, 5, K)
     at = jnp.asarray(orders(LAYERS, *lead, K, seed=2), jnp.int32)
     x = {0: lhs, 1: np.swapaxes(lhs, 0, 1), None: lhs[0]}[lhs_axis]
@@ -358,7 +358,7 @@ def test_vmap_over_orders_of_the_same_words(lhs_axis, lead):
 
 
 @pytest.mark.parametrize("lhs_axis", [None, 0])
-def test_vmap_over_words_in_one_order(lhs_axis):
+def test_vmap_over_words_with_one_permutation(lhs_axis):
     stack, lhs = quantize(LAYERS), normal(LAYERS, 5, K)
     order, stack = stack[0].permutation, dataclasses.replace(stack, permutation=None)
 

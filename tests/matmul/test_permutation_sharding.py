@@ -87,7 +87,7 @@ def test_gradients_on_an_auto_mesh(layout, mesh):
 
 
 @pytest.mark.parametrize("k", ["b", ("a", "b")], ids=str)
-def test_one_order_sharded_by_hand(k, mesh):
+def test_one_permutation_sharded_by_hand(k, mesh):
     """The words stay; only the permutation, 4 bytes per row, is gathered."""
     lhs, rhs = arrays(512, 128)
     q = put(rhs, mesh, rhs.partition_spec(mesh, k=k))
@@ -169,7 +169,7 @@ def test_shard_map(k, shards, format, k_axis, n_axis, check_vma, mesh):
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_shard_map_refuses_an_order_beyond_a_part(sharded, mesh):
+def test_shard_map_raises_for_a_permutation_across_shards(sharded, mesh):
     lhs, rhs = arrays(512, 256, shards=2)
     specs = rhs.partition_spec(mesh, k="b")
     assert specs.permutation == P(None)

@@ -122,7 +122,7 @@ WRONG = (rows_moved, residual_moved, other_scale, element_missing)
 @pytest.mark.parametrize(
     ("wrong", "where", "dtype"), pairwise(WRONG, ("in place", "in a loop"), DTYPES)
 )
-def test_what_is_wrong_is_reported(monkeypatch, wrong, where, dtype):
+def test_wrong_results_are_reported(monkeypatch, wrong, where, dtype):
     program = {"in place": IN_PLACE, "in a loop": IN_A_LOOP}[where]
     program = dataclasses.replace(program, dtype=dtype)
     check_once(program)
@@ -150,7 +150,7 @@ def test_what_is_wrong_is_reported(monkeypatch, wrong, where, dtype):
         (rows_shifted, "float32"),
     ],
 )
-def test_what_is_wrong_between_gates_is_reported(monkeypatch, wrong, dtype):
+def test_wrong_results_between_gates_are_reported(monkeypatch, wrong, dtype):
     program = dataclasses.replace(GATES, dtype=dtype)
     check_once(program)
     mlp = jaxlowbit.quantized_mlp
@@ -172,7 +172,7 @@ def test_a_repr_makes_the_program_again():
         assert eval(repr(program), {**vars(programs)}) == program
 
 
-def test_samples_hold_what_xla_may_take_apart():
+def test_samples_contain_programs_that_xla_may_split():
     seen: collections.Counter[str] = collections.Counter()
     for number in range(500):
         program = sample(random.Random(number), large=True)

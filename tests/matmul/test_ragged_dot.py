@@ -66,7 +66,7 @@ class Case:
 
 
 def owners(sizes: Any, m: int) -> np.ndarray:
-    """The group of each row, -1 for none: the definition, group by group."""
+    """The group of each row, -1 for none, computed group by group."""
     found, start = np.full(m, -1), 0
     for group, size in enumerate(sizes):
         end = min(start + max(int(size), 0), m)
@@ -235,7 +235,7 @@ def exact(rhs: Any = STACK, sizes: Any = SIZES, lhs: Any = LHS) -> np.ndarray:
     )
 
 
-def test_it_is_ragged_dot_of_the_dequantized_stack():
+def test_matches_ragged_dot_of_the_dequantized_stack():
     weight = jnp.asarray(dequantize(STACK).value, jnp.float32)
     assert_close(ragged(), lax.ragged_dot(LHS, weight, jnp.asarray(SIZES)))
 
@@ -245,12 +245,12 @@ def test_it_is_ragged_dot_of_the_dequantized_stack():
     [[M, 0, 0, 0], [0, 0, 0, 99], [-7, 4, -1, 3], [2**31 - 1] * 4, [2, 2, 2, 2**31 - 1]],
     ids=str,
 )
-def test_sizes_that_are_no_partition_are_cut(sizes):
+def test_invalid_group_sizes_are_clamped(sizes):
     """Sizes beyond the rows and negative ones give the documented rows, and nothing else."""
     assert_close(ragged(sizes=np.array(sizes, np.int32)), exact(sizes=sizes))
 
 
-def test_sizes_of_any_integers():
+def test_group_sizes_of_any_integer_dtype():
     for sizes in (
         [3, 0, 5, 1],
         np.array([3, 0, 5, 1], np.uint8),
@@ -282,7 +282,7 @@ def test_views_of_longer_stacks():
     assert_close(got, np.maximum(exact(layers[4:8]), 0) * exact(layers[8:12]))
 
 
-def test_rows_of_others_do_not_matter():
+def test_groups_are_independent():
     """A NaN stays in its row, and out of gradients of the scales of other experts."""
     lhs = LHS.at[4].set(jnp.nan)
     assert np.isnan(ragged(lhs)).any(axis=1).tolist() == [row == 4 for row in range(M)]
@@ -299,7 +299,7 @@ def test_rounded_rows():
     np.testing.assert_array_equal(ragged(lhs_qtype=jnp.int8), ragged(rounded))
 
 
-def test_floats_are_those_of_one_expert():
+def test_memory_is_one_float_expert():
     """The definition dequantizes one matrix at a time."""
     stack = quantize(np.ones((64, K, N), np.float32), Format(4))
     lhs, sizes = jnp.ones((256, K), jnp.float32), jnp.full(64, 4, jnp.int32)
@@ -384,7 +384,7 @@ def mesh(count: int, kind: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_experts_divided_by_group_offset(count):
+def test_experts_sharded_by_group_offset(count):
     """Each device has some of the experts; the sum over devices is the result."""
     devices = mesh(count)
     specs = STACK.partition_spec(devices, lead=("model",))
@@ -410,7 +410,7 @@ def test_experts_divided_by_group_offset(count):
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("axis", ["k", "n"])
-def test_matrices_divided_over_a_mesh(axis, kind):
+def test_matrices_sharded_over_a_mesh(axis, kind):
     stack = quantize(RNG.normal(size=(4, K, 128)).astype(np.float32), INT4)
     weight, group = dequantize(stack).value, owners(SIZES, M)
     want = np.einsum("mk,mkn->mn", LHS, weight[group] * (group >= 0)[:, None, None])

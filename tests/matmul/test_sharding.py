@@ -134,7 +134,7 @@ def test_partial_sums_are_float32_and_rounded_once(mesh):
     ],
 )
 @pytest.mark.parametrize("format", [FOUR, THREE, Format(4, 2**40)], ids=str)
-def test_words_that_end_inside_a_part_stay_where_they_are(k, n, k_axis, n_axis, sent, format, mesh):
+def test_words_that_end_inside_a_shard_are_not_moved(k, n, k_axis, n_axis, sent, format, mesh):
     lhs, rhs = arrays(k, n, format)
     with pytest.raises(ValueError, match=r"quantize with shards="):
         rhs.partition_spec(mesh, k=k_axis, n=n_axis)
@@ -176,7 +176,7 @@ def test_vmap_of_a_shared_weight_on_an_auto_mesh(mesh):
     assert_close(jax.jit(mapped)(lhs, q), reference(lhs, rhs))
 
 
-def test_arrays_on_no_mesh_in_the_context_of_one(mesh):
+def test_arrays_without_a_mesh_in_the_context_of_a_mesh(mesh):
     lhs, rhs = arrays(256, 256, FOUR)
     with jax.set_mesh(mesh):
         assert_close(product(lhs, rhs), reference(lhs, rhs))
@@ -246,7 +246,7 @@ def test_shard_map_returns_the_whole(mesh):
     np.testing.assert_array_equal(whole.dequantize(), rhs.dequantize())
 
 
-def test_shard_map_refuses_words_that_are_no_whole_part(mesh):
+def test_shard_map_raises_for_words_that_are_not_a_whole_shard(mesh):
     lhs, rhs = arrays(512, 64, Format(4, 128))
     specs = rhs.partition_spec(mesh, k=("a", "b"))
     with pytest.raises(ValueError, match=r"no whole part of a \(64, 64\) matrix in groups of 128"):
@@ -289,7 +289,7 @@ def test_explicit_mesh(layout, context):
     assert got[1][0].sharding.spec == lhs_spec
 
 
-def test_explicit_mesh_asks_where_the_sharding_is_open():
+def test_an_explicit_mesh_raises_for_ambiguous_shardings():
     lhs, rhs = arrays(512, 256, FOUR)
     mesh = make_mesh(AxisType.Explicit)
     with pytest.raises(ValueError, match=r"the contracted axis is sharded .*out_sharding="):

@@ -93,7 +93,7 @@ USES: dict[str, tuple[Any, Callable[[Any], Any]]] = {
 
 
 @pytest.mark.parametrize("name", USES)
-def test_results_are_those_of_the_floats(name):
+def test_results_match_the_floats(name):
     arguments, function = USES[name]
     view, floats = packed(*arguments)
     found, wanted = computed(function, view), function(floats)
@@ -157,7 +157,7 @@ REFUSED: dict[str, tuple[Any, Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_another_use_is_refused(name):
+def test_another_use_raises(name):
     arguments, function, words = REFUSED[name]
     with pytest.raises(ValueError, match=f"^The code of the model .*{words}.*w is a packed weight"):
         computed(function, packed(*arguments)[0])

@@ -120,7 +120,7 @@ ROUNDED: dict[str, tuple[Callable[[], Any], str]] = {
     "epsilon to 0": (lambda: block(1e-46), "quantized_block: epsilon is 1e-46, which float32"),
     "epsilon to inf": (
         lambda: block(1e39),
-        r"quantized_block: epsilon is 1e\+39, but it is a fini",
+        r"quantized_block: epsilon is 1e\+39, but it must be a fini",
     ),
     "alpha to 0": (lambda: smoothing(1e-46), "smoothing_factor: alpha is 1e-46, which float32"),
     "codebook to 0": (
@@ -185,7 +185,7 @@ def grouped(g_idx: Any, format: Any = "int4-g16") -> jl.QuantizedArray:
 
 
 @pytest.mark.parametrize("name", ROUNDED)
-def test_numbers_that_arrays_do_not_hold(name):
+def test_numbers_beyond_array_dtypes(name):
     run, message = ROUNDED[name]
     with pytest.raises(ValueError, match=f"^{message}"), np.errstate(over="ignore"):
         run()

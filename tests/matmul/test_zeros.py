@@ -77,7 +77,7 @@ def example() -> tuple[np.ndarray, np.ndarray]:
 def test_groups_of_zeros_are_zeros(name):
     format, (stack, empty) = FORMATS[name], example()
     if format.bits == 1 and format.codebook is None and format.zero == "none":
-        with pytest.raises(ValueError, match=r"holds only -scale and 0; use .* or a codebook"):
+        with pytest.raises(ValueError, match=r"represents only -scale and 0; use .* or a codebook"):
             quantize(stack, format)
         return
     found = floats(stack, format)
@@ -90,7 +90,7 @@ def test_groups_of_zeros_are_zeros(name):
 
 
 @pytest.mark.parametrize("scale", [None, "e4m3", "two_level"])
-def test_a_codebook_of_one_sign_takes_the_other_as_zeros(scale):
+def test_a_codebook_of_one_sign_rounds_the_other_sign_to_zero(scale):
     stack = np.full((4, K, 8), -1, np.float32)
     assert not floats(stack, FORMATS[f"positive-none-{scale}"]).any()
     assert floats(stack, FORMATS[f"negative-none-{scale}"]).max() < -0.9

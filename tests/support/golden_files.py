@@ -114,8 +114,8 @@ EXPERTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
 def stacked(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Tensors with one stack (experts, out, in) for the experts of a layer, and gate and up of
-    gpt-oss apart."""
+    """Tensors with one stack (experts, out, in) for the experts of a layer, and separate gate
+    and up of gpt-oss."""
     found, experts = {}, {}
     for key, value in weights.items():
         if single := re.fullmatch(r"(.*\.experts)\.\d+\.(\w+)\.weight", key):
@@ -136,7 +136,7 @@ def stacked(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def tensors_of(name: str, architecture: str, weights: dict[str, np.ndarray]) -> dict[str, Any]:
-    """The tensors that llama.cpp's converter writes for a model, by the names in its table."""
+    """The tensors that llama.cpp's converter writes for a model, by their names in its table."""
     config = CASES[name]
     kinds = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(kinds[architecture], config["num_hidden_layers"])

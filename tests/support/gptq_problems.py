@@ -17,7 +17,7 @@ def problem(k: int, n: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def output_error(weight: np.ndarray, rounded: np.ndarray, moments: np.ndarray) -> float:
-    """The norm of the change of products with the inputs, relative to that of the products."""
+    """The relative change of products with the inputs, in norm."""
 
     def norm(matrix: np.ndarray) -> float:
         wide = matrix.astype(np.float64)

@@ -89,7 +89,7 @@ def check(contender, format):
 
 
 @pytest.mark.parametrize("wide", [16, 24])
-def test_time_of_a_call_is_its_own(monkeypatch, wide):
+def test_the_time_of_a_call_excludes_other_calls(monkeypatch, wide):
     """The measured time of a sleeping call is its sleep, with and without links in the chain."""
     monkeypatch.setattr(timing, "BLOCKS", 3)
 
@@ -145,7 +145,7 @@ def test_summary():
         "int3-g48-e8m0",
     ],
 )
-def test_codes_mean_what_the_package_means(text):
+def test_codes_decode_as_in_the_package(text):
     format = weights.parse_format(text)
     assert weights.name(format) == text
     codes = weights.random_codes(jax.random.key(0), 192, 256, format, "bfloat16")
@@ -169,7 +169,7 @@ def test_parse_format():
     assert weights.parse_format("int5-g16-float") == Format(5, 16, "float")
     assert weights.parse_format("int4-g128-integer") == jaxlowbit.UINT4
     assert weights.parse_format("int8") == jaxlowbit.INT8
-    with pytest.raises(ValueError, match="integers as scales"):
+    with pytest.raises(ValueError, match="has integer scales"):
         weights.parse_format("int4-int8")
 
 

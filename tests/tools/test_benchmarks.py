@@ -62,7 +62,7 @@ def save(path, *rows):
 
 
 @pytest.mark.slow
-def test_from_the_command_to_the_page(quick, tmp_path, capsys):
+def test_command_to_page(quick, tmp_path, capsys):
     out, page = tmp_path / "results.json", tmp_path / "page.md"
     page.write_text(
         "# Page\n\n<!-- results -->\nold\n<!-- end of results -->\n\nThe method.\n", "utf-8"
@@ -90,7 +90,7 @@ def test_from_the_command_to_the_page(quick, tmp_path, capsys):
     assert text.split("<!-- results -->\n\n")[1].split("\n<!-- end")[0] in capsys.readouterr().out
 
 
-def test_interrupted_run_keeps_its_rows(quick, tmp_path, monkeypatch):
+def test_an_interrupted_run_preserves_its_rows(quick, tmp_path, monkeypatch):
     right = contenders.table()["jaxlowbit"]
     broken = right._replace(make=lambda codes, format: 1 / 0)
     monkeypatch.setattr(contenders, "table", lambda: {"jaxlowbit": right, "xla": broken})
@@ -154,7 +154,7 @@ def test_rows_of_the_driver(tmp_path):
     assert all(row.keys() == forged().keys() for row in rows)
 
 
-def test_driver_is_told_of_the_numbers(tmp_path, capsys):
+def test_the_driver_gets_the_codebook_entries(tmp_path, capsys):
     driver = tmp_path / "driver"
     driver.write_text('#!/bin/sh\necho "$@"\nexit 1\n')
     driver.chmod(0o755)
@@ -176,7 +176,7 @@ def test_driver_that_times_something_else(tmp_path, capsys):
     driver.write_text("#!/bin/sh\necho 'm=1 n=64 k=64 w4 1.00 us '\n")
     driver.chmod(0o755)
     assert run(benchmark, "--shapes", "64x64", "64x128", "--m", 1, "--driver", driver) == 2
-    assert "gave no time of m=1 and 64x128 where it was due" in capsys.readouterr().err
+    assert "gave no time of m=1 and 64x128; it may be older" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -186,19 +186,19 @@ def test_driver_that_times_something_else(tmp_path, capsys):
         ("--shapes llama3-70b/tp3", "names no shape"),
         ("--format q4", "'q4' names no format; write a name such as"),
         ("--format int9", "bits=9, but a code has 1 to 8 bits"),
-        ("--format int1", "holds only -scale and 0"),
+        ("--format int1", "represents only -scale and 0"),
         ("--m 0", "'0' is no positive number"),
         ("--backends cutlass", "invalid choice: 'cutlass'"),
         ("--shapes 64x64 --backends xla", "more than 512; name a larger shape"),
         ("--out {}/missing/results.json", "missing does not exist; make it first"),
         ("--plot {}/missing", "missing does not exist; make it first"),
         ("--compare {}/missing.json", "missing.json cannot be read as results"),
-        ("--read {}/empty.json", "empty.json holds no results"),
+        ("--read {}/empty.json", "empty.json contains no results"),
         ("--driver {}/missing --shapes 64x64", "missing cannot be run: No such file"),
         ("--driver {}/missing --dtype float32", "times bfloat16 and float16"),
-        ("--format mxfp4 --dtype float16", "scales of 8 bits are timed beside bfloat16"),
+        ("--format mxfp4 --dtype float16", "8-bit scales are timed with bfloat16 activations"),
         ("--read {}/one.json --compare {}/other.json", "have no cell in common"),
-        ("--read {}/one.json --markdown {}/one.json", "is no page with the lines <!-- results"),
+        ("--read {}/one.json --markdown {}/one.json", "has no lines <!-- results"),
         ("--read {}/one.json --shapes standard", "one.json has no results of standard"),
     ],
 )
@@ -392,14 +392,14 @@ def test_tokens_of_a_sweep():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--driver driver --m 16-8/8", "16-8/8 is empty; a range begins with its least"),
+        ("--driver driver --m 16-8/8", "16-8/8 is empty; a range begins with its minimum"),
         ("--driver driver --m 1-", "1-"),
         ("", "one of the arguments --driver --read is required"),
         ("--driver driver", "dense products are PyTorch's, and import torch fails"),
         ("--driver driver --shapes 64x64", "more than 512; name a larger shape"),
         ("--driver driver --shapes unsean", "a set (standard, decode, unseen, or random-40"),
         ("--driver driver --out {}/missing/sweep.json", "missing does not exist; make it first"),
-        ("--read {}/ours.json", "have no product of jaxlowbit with a dense one beside it"),
+        ("--read {}/ours.json", "have no product of jaxlowbit together with a dense one"),
         ("--read {}/both.json", "the rows have several formats, dtypes or methods"),
     ],
 )
@@ -464,7 +464,7 @@ def test_decode_variants_agree():
 
 
 @pytest.mark.slow
-def test_decode_refuses_a_wrong_step(quick, monkeypatch):
+def test_decode_raises_for_a_wrong_step(quick, monkeypatch):
     dequantize = decode._dequantize
     monkeypatch.setattr(decode, "_dequantize", lambda weight: 0.8 * dequantize(weight))
     assert "a wrong result is not timed" in str(run(decode, *TINY))
@@ -479,9 +479,9 @@ def test_rounded(quick, monkeypatch, capsys):
     ]
 
 
-def test_decode_refuses_other_widths(capsys):
+def test_decode_raises_for_other_widths(capsys):
     assert run(decode, "--width", 100) == 2
-    assert "--width is 100, but it is a multiple of 32" in capsys.readouterr().err
+    assert "--width is 100, but it must be a multiple of 32" in capsys.readouterr().err
 
 
 # --- experts --------------------------------------------------------------------------------------

@@ -111,7 +111,7 @@ def test_output_that_cannot_be_written(when, capfd):
     assert capfd.readouterr().err == "tool: [Errno 28] No space left on device\n"
 
 
-def test_what_a_command_ends_with(capsys):
+def test_exit_status_of_commands(capsys):
     def raising(error):
         def run():
             raise error

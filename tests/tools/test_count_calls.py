@@ -35,7 +35,7 @@ def test_python_functions_of_a_product(rows):
 
 @pytest.mark.skipif(not RECORDS, reason="this build does not record calls: tools/count_calls.py")
 def test_compiled_functions_of_a_product(tmp_path):
-    """In a process of its own, since the module reads JAXLOWBIT_CALLS once."""
+    """In a separate process, since the module reads JAXLOWBIT_CALLS once."""
     file = tmp_path / "counted.json"
     command = [sys.executable, count_calls.__file__, "--compiled", "--json", str(file)]
     subprocess.run(command, check=True, env=os.environ)
@@ -48,7 +48,7 @@ def test_compiled_functions_of_a_product(tmp_path):
         assert [function for function in one["functions"] if function["lines"] > 60] == []
 
 
-def test_what_is_counted(tmp_path):
+def test_counted_functions(tmp_path):
     """Counts lambdas and methods once, without comprehensions and functions of other packages."""
     source = tmp_path / "package" / "module.py"
     source.parent.mkdir()

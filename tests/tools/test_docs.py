@@ -203,7 +203,7 @@ OTHERS = {"mosaic_gpu.kernel"}  # names of other packages
 
 
 @pytest.mark.parametrize("page", sorted(INTERNALS), ids=lambda page: page.stem)
-def test_internals_name_what_exists(page):
+def test_internals_pages_name_existing_files(page):
     files, words = sources()
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     for name in set(re.findall(r"`([\w./:]+)`", text)) - OTHERS:
@@ -223,7 +223,7 @@ def test_every_question_has_an_anchor():
     assert len(names) == len(questions) == len(set(names)) > 30
 
 
-def test_a_row_of_two_comparisons_says_the_same_twice():
+def test_a_row_in_two_comparisons_is_equal_in_both():
     rows: dict[str, str] = {}
     for line in (ROOT / "docs/comparison.md").read_text().splitlines():
         if match := re.match(r"\| ([^|]+) \| ([^|]+) \|", line):

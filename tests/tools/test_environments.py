@@ -35,13 +35,13 @@ OFFERED = {
 }
 
 
-def test_the_readme_offers_what_is_listed():
+def test_the_readme_shows_the_listed_environments():
     rows = table("README.md", "Install")
     offered = {(p, j) for row in rows for p in minors(row[0]) for j in minors(row[1])}
     assert offered == OFFERED
 
 
-def test_the_page_offers_what_is_listed():
+def test_the_page_shows_the_listed_commands():
     assert minors(PYTHONS[2]) == sorted({row["python"] for row in ENVIRONMENTS})
     versions = {row["jax"].replace("newest", NEWEST) for row in ENVIRONMENTS}
     assert JAXES[2].split(", ") == sorted(versions)
@@ -55,7 +55,7 @@ def test_the_page_offers_what_is_listed():
         assert versions == set(re.findall(r"\d+\.[\d.]*\d|x86_64|aarch64", run)), name
 
 
-def test_steps_are_those_of_ci():
+def test_steps_match_ci():
     (steps,) = re.findall(r"^ +set -- (lint .*)$", RUN, re.MULTILINE)
     for row in [*ENVIRONMENTS, *OTHERS]:
         assert row["step"] in ("", *steps.split()), row

@@ -219,7 +219,7 @@ def test_bad_input_gets_a_sentence(example, folder, arguments, message, capsys):
         ("--bits 9", "bits=9, but a code has 1 to 8 bits"),
         ("--group-size 20", "group_size=20, but a group is a positive multiple of 16"),
         ("--zero float8", "zero='float8' is unknown; it is one of 'none', 'integer', 'float'"),
-        ("--bits 1 --zero none", "a 1-bit code without a zero holds only"),
+        ("--bits 1 --zero none", "a 1-bit code without a zero represents only"),
         ("--sentences {}/missing.txt", "missing.txt cannot be read as UTF-8 text"),
         ("--sentences {}", "cannot be read as UTF-8 text"),
         ("--sentences {}/latin.txt", "latin.txt cannot be read as UTF-8 text"),
@@ -239,7 +239,7 @@ def refused(example, folder, arguments, capsys):
     return err
 
 
-def test_missing_package_says_how_to_get_it(example, monkeypatch, capsys):
+def test_a_missing_package_raises_with_its_install_command(example, monkeypatch, capsys):
     monkeypatch.setattr(example.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match="2"):
         example.main([])
@@ -247,7 +247,7 @@ def test_missing_package_says_how_to_get_it(example, monkeypatch, capsys):
 
 
 @needs_model
-def test_other_models_are_refused(example, files):
+def test_other_models_raise(example, files):
     tensors = dict(files[0])
     name = "encoder.layer.3.intermediate.dense.weight"
     tensors[name] = tensors[name][:-1]

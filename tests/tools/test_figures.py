@@ -53,7 +53,7 @@ def test_a_page_is_filled():
         figures.value(own, "d")
 
 
-def test_the_table_of_the_page_is_that_of_its_results():
+def test_the_table_of_the_page_matches_its_results():
     """To update: python benchmarks/benchmark.py --read benchmarks/results/h200.json --shapes ..."""
     page = (figures.ROOT / "docs/benchmarks.md").read_text()
     table = page.partition(report.BEGIN)[2].partition(report.END)[0]

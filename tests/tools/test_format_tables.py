@@ -48,7 +48,7 @@ def test_presets_have_a_row():
 
 
 @EVERY
-def test_a_row_is_what_quantize_makes(name):
+def test_a_row_matches_quantize(name):
     """The row's formula on the quantized values gives the weights; leaves have the row's bits."""
     format = NAMED[name]
     scale_dtype = None if format.scale is not None else "bfloat16"
@@ -89,7 +89,7 @@ def test_a_row_is_what_quantize_makes(name):
 
 
 @EVERY
-def test_kernels_are_those_of_supported_backends(name):
+def test_kernels_match_supported_backends(name):
     rhs = jax.eval_shape(lambda: jl.quantize(MATRIX, name))
     reasons = jl.supported_backends(jax.ShapeDtypeStruct((1, 256), jnp.bfloat16), rhs)
     listed = set(format_tables.kernels(NAMED[name]))

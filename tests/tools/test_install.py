@@ -124,7 +124,7 @@ def test_public_names(output):
     assert output(code).split() == names.split()
 
 
-def test_version_is_that_of_the_distribution():
+def test_version_matches_the_distribution():
     assert jaxlowbit.__version__ == metadata.version("jaxlowbit")
 
 
@@ -139,7 +139,7 @@ def test_info_reports_the_build_and_the_devices():
     assert report.returncode == 0, report.stderr
     assert re.search(r"jaxlowbit +\d+\.\d+\.\d+, Python 3", report.stdout)
     assert re.search(r"jax +\d+\.\d+\.\d+.*, jaxlib \d+", report.stdout)
-    assert re.search(r"custom-call API +built for 0\.3, .* speaks 0\.\d+", report.stdout)
+    assert re.search(r"custom-call API +built for 0\.3; .* has 0\.\d+", report.stdout)
     assert re.search(r"CPU kernels +\w+", report.stdout)
     assert re.search(r"CUDA kernels +\w+", report.stdout)
     assert re.search(r"device 0 .*(cpu|sm_\d)", report.stdout)
@@ -178,7 +178,7 @@ OTHER_RUNTIME = """
 
 
 @pytest.mark.parametrize(("major", "minor"), [(0, 2), (1, 0), (1, 3)])
-def test_another_runtime_is_left_alone(major, minor, output):
+def test_another_runtime_is_not_modified(major, minor, output):
     """Registering would break XLA there, so the package does not; products still work."""
     found = output(OTHER_RUNTIME.format(major=major, minor=minor))
     assert re.search(
@@ -199,7 +199,7 @@ def test_newer_runtimes_are_served(minor, output):
     assert re.search(r"registered: (2|4)\n", found)
 
 
-def test_a_source_tree_says_that_it_is_one(tmp_path, run):
+def test_importing_a_source_tree_raises(tmp_path, run):
     skip = shutil.ignore_patterns("_ffi*", "__pycache__")
     shutil.copytree(PACKAGE, tmp_path / "jaxlowbit", ignore=skip)
     result = run(f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import jaxlowbit")
@@ -228,7 +228,7 @@ AN_OLDER_PACKAGE = """
         ("jaxlowbit.llm", "flax", "0.11.2", "0.12"),
     ],
 )
-def test_packages_that_are_too_old_are_refused(module, package, found, oldest, run):
+def test_packages_that_are_too_old_raise(module, package, found, oldest, run):
     result = run(AN_OLDER_PACKAGE.format(module=module, package=package, found=found))
     assert result.returncode != 0
     assert result.stderr.splitlines()[-1] == (

@@ -96,7 +96,7 @@ def test_a_text_that_is_not_utf8_is_named(example, tiny, tmp_path, capsys):
     assert "latin1.txt is not UTF-8" in capsys.readouterr().err
 
 
-def test_a_missing_package_says_how_to_get_it(example, monkeypatch, capsys):
+def test_a_missing_package_raises_with_its_install_command(example, monkeypatch, capsys):
     monkeypatch.setattr(example.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match="2"):
         example.main([])

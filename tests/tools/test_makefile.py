@@ -51,7 +51,7 @@ def commands(target: str) -> str:
         ([], []),
     ],
 )
-def test_architectures_are_those_of_the_gpus(gpus, lines, expected):
+def test_architectures_match_the_gpus(gpus, lines, expected):
     gpus(*lines)
     assert gpu_architectures.architectures(gpu_architectures.capabilities()) == expected
 

@@ -43,7 +43,7 @@ def kernel(*lines: str) -> wgmma_hazards.Kernel:
         "CALL.REL.NOINC `($__internal_0_$__cuda_sm20_div_s64)",
     ],
 )
-def test_registers_under_way_are_left_alone(instruction):
+def test_registers_in_flight_are_not_touched(instruction):
     (hazard,) = kernel(PRODUCT, instruction, WAIT + "0x0", "EXIT").hazards().items()
     assert hazard[0] == 16 and hazard[1].startswith(instruction)
     assert not kernel(PRODUCT, WAIT + "0x0", instruction, "EXIT").hazards()
@@ -136,7 +136,7 @@ def test_a_loop_that_never_waits():
         (["HGMMA.SP.64x8x32.F32 R24, R28, gdesc[UR4], R24, R2, 0x0, gsb0"], "shape of HGMMA.SP"),
     ],
 )
-def test_what_cannot_be_followed_is_an_error(lines, message):
+def test_untraceable_code_is_an_error(lines, message):
     with pytest.raises(ValueError, match=message):
         kernel(*lines).hazards()
 

@@ -25,7 +25,7 @@ def test_a_wheel_that_is_too_large_fails(tmp_path, capsys, monkeypatch):
     assert wheel_size.main([]) == 1
 
 
-def test_requirements_are_those_of_the_project():
+def test_requirements_match_the_project():
     found = requirements.requirements(["nvcc", "tune"])
     extras = PROJECT["project"]["optional-dependencies"]
     assert found[-len(extras["nvcc"]) - 2 :] == [*extras["nvcc"], "safetensors", "tqdm"]
@@ -40,7 +40,7 @@ def test_wheels_have_the_kernels_of_the_makefile():
     assert "-Ccmake.define.JAXLOWBIT_CUDA=$(CUDA)" in makefile
 
 
-def test_the_versions_that_imports_ask_for_are_those_of_the_project():
+def test_versions_required_on_import_match_the_project():
     project = PROJECT["project"]
     extras = project["optional-dependencies"].values()
     listed = {*project["dependencies"], *(r for extra in extras for r in extra)}
@@ -48,7 +48,7 @@ def test_the_versions_that_imports_ask_for_are_those_of_the_project():
     assert {r for r in listed if r.startswith(("flax", "jax"))} == asked
 
 
-def test_nothing_is_compiled_where_scikit_build_core_clears():
+def test_nothing_is_compiled_in_a_folder_that_scikit_build_core_clears():
     """It removes `build/<tag>/CMakeFiles` when pip creates a new build environment, so objects are
     in separate folders, and compile lines contain no path of that environment."""
     root = Path(__file__).parents[2]

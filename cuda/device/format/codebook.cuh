@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Decodes codebooks. The numbers of a table are distributed over the lanes of a warp. 4-bit and 8-bit floats are
-// converted from the bits of the quantized values, without a table. Packed bits have the layout of integers
-// (format/integer.cuh).
+// Decodes codebooks. Table entries are distributed over the lanes of a warp. Codes of 4-bit and 8-bit floats are
+// converted by bit operations, without a table. Packed codes have the layout of integers (format/integer.cuh).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -18,16 +17,16 @@
 
 namespace jaxlowbit {
 
-// Whether numbers are looked up, as float32; other codebooks have 16-bit floats.
+// Whether entries are looked up, as float32. Codes of other codebooks are converted to 16-bit floats.
 template <Codebook kCodebook>
 inline constexpr bool kLooksUp = kCodebook == Codebook::kTable;
 
-// Whether numbers are decoded with a power-of-two factor (kRaised below), so that a scale costs no additional
+// Whether decoded entries lack a power of two (2^kRaised below), which is multiplied into the scale and so costs no
 // instruction.
 template <Codebook kCodebook>
 inline constexpr bool kNeedsFactor = kCodebook == Codebook::kE2m1;
 
-// A table of 2^bits numbers. Lane i of a warp has number i; the host repeats the numbers to fill all lanes.
+// A table of 2^bits entries. Lane i of a warp has entry i; the host repeats the entries to fill all lanes.
 struct TableParams {
   float numbers[1 << kMaxTableBits];
 };
@@ -44,7 +43,8 @@ struct Table<Codebook::kTable> {
   __device__ explicit Table(const TableParams& p) : own(p.numbers[threadIdx.x % 32]) {}
 };
 
-// The numbers of a step as pairs of T, alternating rows g and g + 8, times 2^-kRaised, exactly.
+// Decodes the entries of a step, times 2^-kRaised, exactly, to pairs of T; registers alternate between rows g and g +
+// 8.
 template <typename T, Codebook kCodebook>
 struct Numbers;
 
@@ -54,14 +54,14 @@ struct Numbers<T, Codebook::kE2m1> {
   static constexpr int kRaised = Pair<T>::kBias - 1;
 
   static __device__ void Read(const uint32_t (&packed)[4], int step, uint32_t (&numbers)[4]) {
-    constexpr int kPlace = Pair<T>::kMantissaBits - 1;  // of the mantissa
+    constexpr int kPlace = Pair<T>::kMantissaBits - 1;  // position of the mantissa bit
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const uint32_t word = Integer<4>::Word(packed, step, j / 2) >> Integer<4>::Shift(step, j / 2);
       const int at = j % 2 * Integer<4>::kUp;
       const int sign_up = 12 - at, up = kPlace - at;
       if constexpr (kPlace + 4 <= 12) {
-        // A product copies the bits to both places.
+        // One multiplication copies the bits to both positions.
         const uint32_t bits = word & kValueMask<4> << at;
         constexpr uint32_t kKept = 0x80008000 | 7 * 0x00010001u << kPlace;
         numbers[j] = bits * ((1u << sign_up) + (1u << up)) & kKept;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The schedule of ragged products: rows of lhs are sorted by group, and each group has a weight of its own. Sizes of
+// The schedule of ragged products: rows of lhs are sorted by group, and each group has a separate weight. Sizes of
 // groups are read on the device.
 //
 // Rows of a group are divided into blocks of kBlock rows. A tile is a block and some columns. Blocks of local groups come
-// first, group by group; then blocks of the rows before and behind them, which are zero in the result. A group begins
+// first, group by group; then blocks of the other rows, which are zero in the result. A group begins
 // at any row: a block whose group has fewer rows reads rows of the next group, and does not store them. CTAs are
 // persistent: each makes a table of the groups in shared memory, and finds its tiles there.
 //
@@ -24,8 +24,8 @@ struct RaggedParams {
   const int32_t* sizes;   // [groups]; a negative size is 0, and sizes are cut at the last row
   const int32_t* offset;  // the group of the first expert; null: 0
   int groups;
-  int experts;  // weights; gated: pairs, first the gates of all experts, then their ups
-  int rows;     // of lhs
+  int experts;          // weights; gated: pairs, first the gates of all experts, then their ups
+  int rows;             // of lhs
   WideDivider columns;  // tiles along the columns, of every block
 };
 
@@ -59,7 +59,7 @@ __device__ inline int Add(int a, int b, int limit) {
   return static_cast<int>(sum < static_cast<unsigned>(limit) ? sum : static_cast<unsigned>(limit));
 }
 
-// The sum of the values of lower lanes, at most `limit`; `total`: of all lanes.
+// Returns the sum over the lower lanes, at most `limit`. `total` becomes the sum over all lanes, at most `limit`.
 __device__ inline int ScanLanes(int value, int limit, int* total) {
   const int lane = threadIdx.x % 32;
   int sum = value;
@@ -125,8 +125,8 @@ __device__ RaggedTotals ForEachGroup(const RaggedParams& p, Visit visit) {
   return totals;
 }
 
-// A tile of a ragged product: rows [first, end) of an expert, of which kBlock at most belong to the tile, and a column.
-// A negative expert: rows that are zero in all columns.
+// A tile of a ragged product: at most kBlock rows of an expert, beginning with `first` and ending before `end`, and a
+// column. Negative expert: rows that are zero in all columns.
 struct RaggedTile {
   int expert, column, first, end;
 };
@@ -152,7 +152,8 @@ class RaggedTable {
       if (group >= p.groups) StoreEntry(expert, totals.end, totals.blocks);
     }
     if (lane == 0) {
-      StoreShared16(shared_, make_uint4(Word(totals.begin), Word(totals.end), Word(totals.blocks), 0));
+      StoreShared16(shared_,
+                    make_uint4(Word(totals.begin), Word(totals.end), Word(totals.blocks), 0));
     }
   }
 

@@ -13,7 +13,7 @@ namespace jaxlowbit::sm80 {
 struct Params;
 using KernelFunction = void (*)(Params);
 
-// PartialSums (params.cuh) as numbers, checked by instances.cu. The build contains instances of the first.
+// The values of PartialSums (params.cuh) for host code; instances.cu checks them. Only kPlainSums is prebuilt.
 inline constexpr int kPlainSums = 0, kGroupSums = 1, kHalfStageSums = 2;
 
 // The parameters of an instance in addition to types and width. `partial_sums`: one of the numbers above.
@@ -25,8 +25,8 @@ struct Variant {
   constexpr int number() const { return 4 * block_m + partial_sums; }
 };
 
-// The instance for `problem` and tiles of `block_m` rows. Without a compiler it sums in float32 even if float16 is
-// allowed, since float16 instances are not prebuilt.
+// The instance for `problem` and tiles of `block_m` rows. Without a compiler it accumulates in float32 even if float16
+// is allowed, since float16 instances are not prebuilt.
 InstanceKey KeyOf(const QuantizedMatmul& problem, int block_m, const Device& device);
 
 std::string NameOf(const InstanceKey& key);

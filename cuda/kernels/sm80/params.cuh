@@ -21,7 +21,7 @@ inline constexpr int kNone = 0x3fffffff;
 inline constexpr int kAtomsN = kBlockN / kAtom;
 inline constexpr int kThreads = 32 * kWarpsPerAtom;
 
-// Partial sums that the mma accumulate before they are added to the accumulators.
+// The mma accumulate partial sums over this part of k, which are then added to the accumulators. kNone: none.
 enum class PartialSums {
   kNone,
   kGroups,      // of a group, float32, then scaled (QuantizedMatmul::scale_accumulators)

@@ -4,7 +4,7 @@
 // qmm_sm80: the cotangent of lhs. Formats, types and rounding are as in qmm_sm80.
 //
 // Decomposition. A CTA owns kBlockM rows x one atom of 64 k of one of split_k slices of n. A stage is one or two
-// neighbouring atoms along n. Warp w owns channels 16 w .. 16 w + 15 of each atom, as the packed order has it, so the
+// neighbouring atoms along n. Warp w owns channels 16 w .. 16 w + 15 of each atom, which are contiguous in packed order, so the
 // four warps accumulate over different n and add their partial sums at the end, in shared memory.
 //
 // Transposition. Dequantized registers are 8 x 8 blocks with n along the lanes; the instruction requires k there.
@@ -13,7 +13,7 @@
 //
 // Pipeline. RunStages of qmm_sm80, with n in the place of k.
 //
-// Registers. Opaque as in qmm_sm80: 216 registers at 64 rows, 231 without.
+// Registers. Opaque as in qmm_sm80: 216 registers at 64 rows; 231 without it.
 #pragma once
 
 #include "cuda/device/pdl.cuh"

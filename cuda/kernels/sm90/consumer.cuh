@@ -16,7 +16,7 @@ using Accumulators = float[I::kStrips][I::kM / 2];
 template <class I>
 using Factors = float[I::kStrips][2];
 
-// Loads the units of this lane's channels of a tile; 1 for channels out of bounds.
+// Loads the tensor scales of this lane's channels of a tile; 1 for channels out of bounds.
 template <class I>
 __device__ void LoadUnits(const Params& p, const Tile& tile, Factors<I>& units) {
   const int warpgroup = static_cast<int>(threadIdx.x) / 128, lane = threadIdx.x % 32;

@@ -23,7 +23,7 @@ struct Costs {
   // Factors per atom if the scale is fused, or if scale and zero are loaded once per stage.
   double fused, loaded_once;
   double read_bytes;      // peak weight bandwidth, bytes per microsecond
-  double throttle_start;  // duration in microseconds from where on clocks drop
+  double throttle_start;  // clocks drop in products longer than this, in microseconds
 };
 
 inline constexpr Costs kCosts =

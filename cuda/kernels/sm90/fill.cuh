@@ -101,7 +101,8 @@ class StageFiller {
     }
   }
 
-  // Loads strip `row`, counted over all weights, or in an ungated product all strips from there.
+  // Loads the packed weights of strip `row`, counted over all weights; in an ungated product, of all strips of the
+  // tile.
   __device__ void LoadPacked(const Stage& stage, int strip, int row) const {
     TmaLoad(stage.memory + p_.plan.bytes.lhs + strip * kStripBytes, &p_.packed, 0,
             stage.atom * kAtomRows, row, stage.full, policy_);
@@ -116,7 +117,7 @@ class StageFiller {
     }
   }
 
-  // `last`: IsLast(tile). Columns of the map are 16 bits.
+  // `last`: IsLast(tile). The map's columns are 16-bit elements.
   __device__ void LoadLhs(const Stage& stage, const Tile& tile, bool last) const {
     const int batch = I::kRagged ? 0 : tile.batch;
     if (p_.lhs_in_atoms && !last) {

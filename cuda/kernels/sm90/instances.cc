@@ -19,8 +19,13 @@ bool IsPrebuilt(const InstanceKey& key) {
 }
 
 InstanceKey KeyOf(const QuantizedMatmul& problem, int tile) {
-  return {Family::kSm90, problem.lhs,      problem.scale, problem.zero,
-          problem.bits,  problem.codebook, tile + (problem.is_ragged() ? kRaggedVariants : 0)};
+  return {Family::kSm90,
+          problem.lhs,
+          problem.scale,
+          problem.zero,
+          problem.bits,
+          problem.codebook,
+          tile + (problem.is_ragged() ? kRaggedVariants : 0)};
 }
 
 std::string NameOf(const InstanceKey& key) {

@@ -14,7 +14,7 @@ namespace jaxlowbit::sm90 {
 struct Params;
 using KernelFunction = void (*)(Params);
 
-// Whether an instance is prebuilt: the first kPrebuiltTiles tiles in all formats that IsPrebuiltFormat, other tiles
+// Whether an instance is prebuilt: the first kPrebuiltTiles tiles for every format of IsPrebuiltFormat, other tiles
 // only for 4-bit weights without zeros and bfloat16 lhs.
 bool IsPrebuilt(const InstanceKey& key);
 

@@ -79,7 +79,7 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
     }
     MultiplyWeights(task, acc, factors, cursor);
     if (p_.units.data == nullptr) return;
-    // Applies the factors before the units: factors times the largest units would overflow.
+    // Applies the factors before the tensor scales (units): factors times the largest ones would overflow.
 #pragma unroll
     for (int s = 0; s < I::kStrips; ++s) {
 #pragma unroll

@@ -23,7 +23,7 @@
 
 namespace jaxlowbit::sm90 {
 
-inline constexpr int kLhsRowBytes = 128;  // of a block: an atom of k in 16 bits, or two in 8 bits
+inline constexpr int kLhsRowBytes = 128;  // row of a block: one atom of k in 16 bits, two in 8
 
 // An instance: type of lhs, type of the scales, kind of zeros, width, number of its tile shape, codebook.
 template <typename LhsType, typename ScaleType, ZeroKind kZeros, int kWidth, int kNumber,
@@ -86,7 +86,7 @@ struct Params {
   // [batch, atoms or 1, m, k of an atom or all k] in tiles of `lhs_rows` and an atom or a stage
   CUtensorMap lhs;
   CUtensorMap last_lhs;  // likewise, in tiles of `last_rows` and an atom
-  // [weights x strips, atoms, 128 bytes] in tiles of a stage and of the strips that are loaded together
+  // [weights x strips, atoms, 128 bytes] in tiles of a stage and the strips of one load
   CUtensorMap packed;
   CUtensorMap scales;    // [weights x strips, groups, 64] likewise
   CUtensorMap zeros;     // [weights x strips, groups, 64] likewise, if there are any
@@ -102,7 +102,7 @@ struct Params {
   Form form;
   int64_t num_weights;
   int m, n;
-  int lhs_rows;  // of a tile, or a peer's part of them
+  int lhs_rows;  // rows per load: of a tile, or of a peer's part of it
   // Rows of the last tile of a batch element, or a peer's part, in multiples of 8; 0: same as other tiles. The last
   // tile has separate loads, since TMA is slower for rows out of bounds. Rows beyond are undefined in shared memory,
   // and their accumulators are not stored.
@@ -111,8 +111,7 @@ struct Params {
   bool lhs_in_atoms;
   int group_bytes;  // bytes of scales and zeros loaded per stage
   int n_blocks, k_blocks, groups;
-  // Strips of the weights of a batch element; gated: strips of the gate and of up alternate. Tile positions count
-  // these.
+  // Strips per batch element; Tile::strip counts them. Gated: strips of the gate and of up alternate.
   int strips;
   Divider atoms_per_group;  // 1 for a group of less than 64
   int groups_per_atom;      // 1 for a group of 64 and more
@@ -130,7 +129,7 @@ struct Params {
   TableParams table;
   const float* lhs_scale;  // [batch, m], of an lhs of 8 bits
   UnitParams units;
-  int ahead_stages;  // stages whose weights are loaded before the previous kernels have ended
+  int ahead_stages;     // stages whose weights are loaded before the previous kernels have ended
   RaggedParams ragged;  // for a RaggedInstance
 };
 
@@ -206,7 +205,7 @@ __device__ inline int NumTasks(const Params& p, Memory memory) {
   return memory.groups(p.plan).template NumTiles<I::kM>(p.ragged);
 }
 
-// The unit of a CTA's work: a tile, or a part of a tail tile along k.
+// The work item of a CTA: a tile, or a part of a tail tile along k.
 struct Task {
   Tile tile;
   int partial;               // index of the part, counted over all tail tiles; -1: a whole tile

@@ -57,7 +57,7 @@ __device__ inline void AddPartials(const Sum* first, int64_t step, int splits, S
   }
 }
 
-// Stores 8 rows of 64 channels from `m0` on, assembled in `shared` in units of 16 bytes with permuted columns.
+// Stores 8 rows of 64 channels from `m0` on, assembled in `shared` in chunks of 16 bytes with permuted columns.
 template <typename T>
 __device__ void StoreTogether(const Params& p, const Tile& tile, int strip, int m0,
                               const float (&values)[4], uint32_t shared) {

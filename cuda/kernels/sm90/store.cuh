@@ -482,9 +482,8 @@ class TileStorer {
         }
         StoreRowsOf(buffer, m0, values);
       }
-      EndStoreTile<kStoreTileRows>(Strip(tile, 0),
-                                   tile.m0 + kOwn * 8 + store_tile * kStoreTileRows, tile.batch,
-                                   buffer);
+      EndStoreTile<kStoreTileRows>(Strip(tile, 0), tile.m0 + kOwn * 8 + store_tile * kStoreTileRows,
+                                   tile.batch, buffer);
     }
   }
 
@@ -561,10 +560,10 @@ class TileStorer {
   // Biases of a lane's channels g and g + 8: in each strip of the warpgroup, or in the gate and in up. Adding -0
   // changes nothing.
   float biases_[2][2] = {{-0.0f, -0.0f}, {-0.0f, -0.0f}};
-  Factors<I> factors_;  // of the accumulators of a tile
-  int buffer_ = 0;      // for the next store tile
-  int sent_ = 0;        // number of SendUp batches that filled the buffers
-  int exchanges_ = 0;   // of both warpgroups, in a build for compute-sanitizer
+  Factors<I> factors_;        // of the accumulators of a tile
+  int buffer_ = 0;            // for the next store tile
+  int sent_ = 0;              // number of SendUp batches that filled the buffers
+  int exchanges_ = 0;         // of both warpgroups, in a build for compute-sanitizer
   int expert_ = 0, end_ = 0;  // ragged: of the tile
 };
 

@@ -95,16 +95,16 @@ struct Params {
   int prologue_stages;  // stages whose weights are loaded before any activations
   EpilogueParams epilogue;
   Plan plan;
-  // Additional offset between the groups of a warp's first and second pair of atoms, in rows. Members from here on
-  // follow the members of the common path: before them, this one moved them to other lines of the constant cache, and
-  // 4096 x 4096 took 3 % longer.
+  // Additional offset between the groups of a warp's first and second pair of atoms, in rows. Members from here on are
+  // off the common path and must stay last: placed earlier, this one moved common members to other lines of the
+  // constant cache, and 4096 x 4096 took 3 % longer.
   int pair_step;
   TableParams table;
   // The residual is a float32 factor of each row [batch * m], and there is no other epilogue.
   bool apply_lhs_scale;
   // Groups per super-block, and groups of a super-block per stage.
   int super_groups, stage_super_groups;
-  int group_shift;  // 2^group_shift steps of k have one group
+  int group_shift;  // a group is 2^group_shift steps of k
   bool to_float8;   // for a kernel that rounds lhs: to values of e4m3, not of int8
   UnitParams units[kMaxProducts];
   RaggedParams ragged;  // for a RaggedInstance

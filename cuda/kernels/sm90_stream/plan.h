@@ -83,11 +83,12 @@ struct StageBytes {
 struct Plan {
   int cluster_shift;  // a cluster is 2^cluster_shift CTAs
   int slices, tile_slices;
-  int warps_k;                     // parts of a stage's k; the warps of each part divide the slices
-  int stage_shift, stage_atoms;    // 2^stage_shift atoms along k
-  int warp_atoms;                  // neighbouring atoms of a stage that one warp multiplies
-  int stages;                      // of all of k
-  int stage_groups, stage_strips;  // maximum per stage; two-level scales: rows of scales
+  int warps_k;                   // parts of a stage's k; the warps of each part divide the slices
+  int stage_shift, stage_atoms;  // 2^stage_shift atoms along k
+  int warp_atoms;                // neighbouring atoms of a stage that one warp multiplies
+  int stages;                    // of all of k
+  int stage_groups,
+      stage_strips;  // maximum per stage; with two-level scales, stage_groups counts rows of scales
   StageBytes bytes;
   int slot_bytes;    // bytes.total(), aligned
   int owned_shift;   // a CTA reduces up to 2^owned_shift slices of a tile

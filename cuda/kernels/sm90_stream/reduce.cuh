@@ -79,7 +79,7 @@ class ClusterReducer {
     uint32_t residual[4];
   };
 
-  // Addends of a thread's usual number of accumulators in a tile, loaded while other warps still multiply.
+  // The addends of a thread's first two fragments of a tile, loaded while other warps still multiply.
   struct FirstAddends {
     Addends of[2];
   };
@@ -166,11 +166,11 @@ class ClusterReducer {
   __device__ Addends LoadAddends(int tile_slice, int fragment) const {
     const EpilogueParams& e = p_.epilogue;
     const int own = OwnProduct(p_);
-    const Product& part = p_.products[own];  // launches of several have no biases or residuals
+    const Product& part = p_.products[own];  // several products per launch: no biases or residuals
     const int m = Row(fragment % I::kTiles), n = Channel(tile_slice, fragment / I::kTiles);
     const auto schedule = ScheduleOf<I>(p_, share_);
     const int product = schedule.Position(share_.batch);
-    // The position of up; computed from that of the gate if they are neighbours.
+    // The position of up, which is next to the gate unless the product is ragged.
     const int up = I::kRagged ? schedule.UpPosition(share_.batch) : product + 1;
     Addends addends = {};
 #pragma unroll

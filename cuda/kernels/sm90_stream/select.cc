@@ -119,7 +119,7 @@ double CostOf(const QuantizedMatmul& problem, const Device& device, const Choice
   const int first = problem.bits > 4 ? 3 : 0;
   const Costs::Rows& fit = costs.rows[first + (problem.m <= 8 ? 0 : problem.m <= 16 ? 1 : 2)];
   const double narrow = problem.bits < 4 ? costs.narrow[problem.bits - 1] : 1;
-  // Additional time per kilobyte for decoding numbers. The warps of one CTA do not hide the latency of these
+  // Additional time per kilobyte for decoding codebooks. The warps of one CTA do not hide the latency of these
   // instructions.
   const double numbers = NumbersAtom(problem) * 2 / problem.bits;
   const double waits = fit.two_ctas / fit.one_cta;

@@ -1,8 +1,8 @@
 """AutoRound's own checkpoints: layouts of GPTQ, AWQ or compressed-tensors.
 
-`packing_format` tells the layout, and whether stored zeros are less by one
-(`auto_round:auto_gptq`) or as they are (`auto_round`). Names follow `inference/convert_model.py`
-and `export/export_to_autoround` of auto-round 0.16.
+`packing_format` determines the layout, and whether stored zeros are reduced by one
+(`auto_round:auto_gptq`) or not (`auto_round`). Names follow `inference/convert_model.py` and
+`export/export_to_autoround` of auto-round 0.16.
 """
 
 import re
@@ -25,7 +25,7 @@ _ALIASES = {
     "auto_round:gptqmodel": "auto_round",
     "auto_round:fp8_static": "auto_round:fp8",
 }
-# How rounding was trained.
+# Entries about how rounding was trained.
 _TRAINING = """
     act_dynamic act_group_size act_sym activation_scheme amp enable_minmax_tuning
     enable_norm_bias_tuning fmt gradient_accumulate_steps modules_to_not_convert not_use_best_mse
@@ -75,7 +75,8 @@ def _changed(config: Fields, changes: Mapping[str, Any]) -> Fields:
 
 
 def _overrides(config: Fields) -> Callable[[str], Mapping[str, Any]]:
-    """What `extra_config` changes of a module: by its name, else by the first pattern."""
+    """Returns a function from a module to its changes in `extra_config`: by name, else by
+    pattern."""
     extra = config.inner("extra_config")
     entries = {key: extra.get(key, "an object", {}) for key in extra.values}
     patterns: list[tuple[re.Pattern[str], Mapping[str, Any]]] = []
@@ -122,7 +123,7 @@ def _compressed(folder: Folder, module: str, own: Fields) -> Matrix:
 
 
 def _float8(folder: Folder, module: str, own: Fields) -> Matrix:
-    """Blocks with `weight_scale_inv`, else a scale for each output or matrix."""
+    """Reads blocks with `weight_scale_inv`, else a scale per output or per matrix."""
     own.expect("bits", None, 8)
     weight = folder.need(f"{module}.weight", module)
     name = f"{module}.weight"

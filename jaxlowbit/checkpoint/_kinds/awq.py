@@ -84,7 +84,7 @@ def gemm(folder: Folder, module: str, size: int, kind: str) -> Matrix:
 
 
 def _gemv(folder: Folder, module: str, size: int, kind: str) -> Matrix:
-    """A matrix whose words are packed along the input, with zeros and scales that are padded."""
+    """A matrix with words packed along the input, and padded zeros and scales."""
     names = ("qweight", "qzeros", "scales")
     qweight, qzeros, scales = (folder.need(f"{module}.{name}", module) for name in names)
     n, words = two_axes(qweight.where, qweight.shape)
@@ -113,7 +113,7 @@ def _gemv(folder: Folder, module: str, size: int, kind: str) -> Matrix:
 
 
 def _gemv_fast(folder: Folder, module: str, size: int, kind: str) -> Matrix:
-    """A matrix with four rows in each number of 16 bits, and float zeros, -scale * zero."""
+    """A matrix with four rows in each 16-bit word, and float zeros, -scale * zero."""
     names = ("qweight", "qzeros", "scales")
     qweight, qzeros, scales = (folder.need(f"{module}.{name}", module) for name in names)
     quarter, k = two_axes(qweight.where, qweight.shape)
@@ -121,7 +121,9 @@ def _gemv_fast(folder: Folder, module: str, size: int, kind: str) -> Matrix:
     groups, rows = -(-k // size), two_axes(scales.where, scales.shape)[0]
     _check_width(scales.where, rows / 8, groups)
     if k % 64:
-        raise ValueError(f"{qweight.where} has {k} inputs, but they are a multiple of 64; {AGAIN}.")
+        raise ValueError(
+            f"{qweight.where} has {k} inputs, but they must be a multiple of 64; {AGAIN}."
+        )
     qweight.check(("I16", "U16"), (quarter, k))
     scales.check(("F16", "BF16"), (rows, n))
     qzeros.check((scales.kind,), (rows, n))
@@ -129,7 +131,7 @@ def _gemv_fast(folder: Folder, module: str, size: int, kind: str) -> Matrix:
     def unpack(start: int, stop: int) -> Unpacked:
         first = start // 4
         words = np.ascontiguousarray(qweight.array()[first : -(-stop // 4)])
-        # In 64 words: four blocks of 16 words, one for each row; see pack_intweight in AutoAWQ.
+        # 64 words are four blocks of 16 words, one per row; see pack_intweight in AutoAWQ.
         values = _bits.fields(words, _BITS, 4 * k).reshape(-1, k // 64, 4, 64)
         values = values.transpose(0, 2, 1, 3).reshape(-1, k // 32, 4, 2, 4)
         values = values.transpose(0, 1, 2, 4, 3).reshape(-1, k // 32, 4, 4, 2)
@@ -168,7 +170,7 @@ def _columns(words: np.ndarray) -> np.ndarray:
 
 
 def _check_width(where: str, width: float, groups: int) -> None:
-    """Raises unless `width` words of 8 values hold the groups, with padding of at most 4 words."""
+    """Raises unless `width` words of 8 values contain the groups and at most 4 words of padding."""
     least = -(-groups // 8)
     if not least <= width <= least + 3:
         raise ValueError(

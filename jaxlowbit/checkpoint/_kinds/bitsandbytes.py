@@ -1,11 +1,10 @@
 """bitsandbytes: `nf4` and `fp4` with and without double quantization, and int8.
 
-The bytes of a 4-bit `weight` hold two indices into `weight.quant_map` each, the first one in the
-high bits, over the flattened (out, in) matrix. `weight.absmax` has a scale for each block of these:
-floats or, with double quantization, indices into `weight.nested_quant_map`, times the
-`weight.nested_absmax` of a block of scales, plus an offset. An 8-bit module has `weight` and `SCB`,
-the largest magnitude of each row. The layouts follow `QuantState.as_dict` and
-`int8_vectorwise_dequant` of bitsandbytes.
+A byte of a 4-bit `weight` contains two indices into `weight.quant_map`, the first in the high bits,
+over the flattened (out, in) matrix. `weight.absmax` has a scale per block of these: floats or, with
+double quantization, indices into `weight.nested_quant_map`, times the `weight.nested_absmax` of a
+block of scales, plus an offset. An 8-bit module has `weight` and `SCB`, the largest magnitude of
+each row. The layouts follow `QuantState.as_dict` and `int8_vectorwise_dequant` of bitsandbytes.
 """
 
 import dataclasses
@@ -27,20 +26,20 @@ from .._scaled import scaled, scales
 METHODS = ("bitsandbytes",)
 SUMMARY = "nf4 and fp4 with and without double quantization, and int8"
 _STATE = ".quant_state.bitsandbytes__"
-# Entries that choose how to quantize and how to round inputs. The tensors determine the weights.
+# Entries about quantizing and rounding of inputs; the tensors determine the weights.
 _HARMLESS = """
     _load_in_4bit _load_in_8bit bnb_4bit_compute_dtype bnb_4bit_quant_storage bnb_4bit_quant_type
     bnb_4bit_use_double_quant llm_int8_enable_fp32_cpu_offload llm_int8_has_fp16_weight
     llm_int8_skip_modules llm_int8_threshold load_in_4bit load_in_8bit quant_method
 """
 _RECIPROCAL = np.float32(7.874015718698502e-3)
-"""1 / 127 as `int8_vectorwise_dequant` has it."""
+"""1 / 127, as in `int8_vectorwise_dequant`."""
 
 
 class Blocks(NamedTuple):
-    """A flattened matrix (n, k) in blocks of `size` values, with the scales of blocks.
+    """A flattened matrix (n, k) in blocks of `size` values that share a scale.
 
-    `nested`: the map, scales, block size and offset of scales that are indices; None for floats.
+    `nested`: map, scales, block size and offset for scales that are indices; None for floats.
     """
 
     weight: Tensor
@@ -58,7 +57,8 @@ class Blocks(NamedTuple):
         return pairs[first % 2 : first % 2 + last - first].reshape(-1, k)
 
     def scales(self, start: int, stop: int, group: int) -> np.ndarray:
-        """The scales of some rows in groups that divide k and the block, float32 (rows, groups)."""
+        """The scales of some rows, in groups that divide k and the block, float32 (rows,
+        groups)."""
         k = self.shape[1]
         starts = np.arange(start, stop)[:, None] * k + np.arange(0, k, group)
         blocks = starts // self.size
@@ -98,7 +98,7 @@ def _eight_bits(folder: Folder, module: str) -> Matrix:
         return found
     if layout.check(("U8",), (), (1,)).array().item() != 0:
         raise ValueError(
-            f"{layout.where} is {layout.array().item()}, but 0, which means rows, is read; {OTHER}."
+            f"{layout.where} is {layout.array().item()}, but it must be 0, for rows; {OTHER}."
         )
     return dataclasses.replace(found, tensors=(*found.tensors, layout))
 
@@ -109,8 +109,7 @@ def _four_bits(folder: Folder, state: str) -> Matrix:
     table = folder.need(f"{name}.quant_map", state).check(("F32",), (16,))
     if kind not in ("nf4", "fp4"):
         raise ValueError(
-            f"{tensors[1].where} has the type {kind!r}, but of 4 bits 'nf4' and 'fp4' are read; "
-            f"{OTHER}."
+            f"{tensors[1].where} has the type {kind!r}, but it must be 'nf4' or 'fp4'; {OTHER}."
         )
     k = blocks.shape[1]
     group = math.gcd(k, blocks.size)
@@ -140,7 +139,8 @@ def _four_bits(folder: Folder, state: str) -> Matrix:
 
 
 def _blocks(folder: Folder, name: str, packed: Tensor) -> tuple[Blocks, tuple[Tensor, ...]]:
-    """The blocks of a 4-bit weight with a quantization state, and the tensors they are made of."""
+    """The blocks of a 4-bit weight with a quantization state, and the tensors that they are read
+    from."""
     state = Fields(packed.file, _state(packed))
     weight, absmax = folder.need(name, packed.name), folder.need(f"{name}.absmax", packed.name)
     match state.need("shape", "a list"):
@@ -148,7 +148,7 @@ def _blocks(folder: Folder, name: str, packed: Tensor) -> tuple[Blocks, tuple[Te
             pass
         case shape:
             raise ValueError(
-                f"{packed.where} has the shape {brief(shape)}, but matrices are read; {OTHER}."
+                f"{packed.where} has the shape {brief(shape)}, but it must be a matrix; {OTHER}."
             )
     size = _size(state, packed, "blocksize")
     if not 0 <= weight.nbytes - -(-n * k // 2) < weight.dtype.itemsize:
@@ -174,26 +174,28 @@ def _blocks(folder: Folder, name: str, packed: Tensor) -> tuple[Blocks, tuple[Te
 
 
 def _state(packed: Tensor) -> dict[str, Any]:
-    """The JSON object in a tensor of bytes."""
+    """The JSON object stored in a tensor of bytes."""
     text = packed.check(("U8",), (packed.nbytes,)).array().tobytes()
     try:
         found = json.loads(text)
-    except (ValueError, RecursionError) as error:  # of JSON and of UTF-8
+    except (ValueError, RecursionError) as error:  # from JSON and from UTF-8
         raise ValueError(f"{packed.where} is no JSON ({error}); {AGAIN}.") from None
     if not isinstance(found, dict):
-        raise ValueError(f"{packed.where} holds {brief(found)}, but it is an object; {AGAIN}.")
+        raise ValueError(
+            f"{packed.where} contains {brief(found)}, but it must be an object; {AGAIN}."
+        )
     return found
 
 
 def _size(state: Fields, packed: Tensor, key: str) -> int:
     size = state.need(key, "an integer")
     if size < 1:
-        raise ValueError(f"{packed.where} has {key!r} {size}, but it is positive; {AGAIN}.")
+        raise ValueError(f"{packed.where} has {key!r} {size}, but it must be positive; {AGAIN}.")
     return size
 
 
 def _codebook(table: Tensor, kind: str) -> str | tuple[float, ...]:
-    """The name of the table of 16 numbers in a tensor, or the numbers themselves."""
+    """The name of a table of 16 numbers in a tensor, or the numbers if it has no name."""
     numbers = np.array(table.array())
     if (numbers == np.array(CODEBOOKS[kind].values, np.float32)).all():
         return kind

@@ -1,7 +1,8 @@
-"""compressed-tensors, which llm-compressor writes.
+"""compressed-tensors, the format of llm-compressor.
 
-Names, targets and layouts follow compressed-tensors 0.20 (`compressors/`, `utils/match.py`); older
-versions pad each word of 3, 5, 6 or 7 bits, and have `weight_g_idx` of an order by activation.
+Names, targets and layouts follow compressed-tensors 0.20 (`compressors/`, `utils/match.py`). Older
+versions pad each word of 3, 5, 6 or 7 bits, and have `weight_g_idx` if rows were reordered by
+activation.
 """
 
 import re
@@ -84,7 +85,7 @@ class Targets(NamedTuple):
         for pattern, scheme in self.patterns:
             if pattern.match(module):
                 return scheme
-        # Only names tell embeddings from other matrices.
+        # Only its name distinguishes an embedding from other matrices.
         own = "Embedding" if "embed" in module.rpartition(".")[2] else "Linear"
         return self.names.get(own)
 
@@ -135,7 +136,7 @@ def _first(folder: Folder, module: str) -> Tensor:
 
 
 def _schemes(config: Fields) -> tuple[dict[str, Scheme], list[str]]:
-    """The scheme of each target, and sentences on entries without effect here."""
+    """The scheme of each target, and sentences on entries that have no effect here."""
     groups = Fields(config.path, config.need("config_groups", "an object"))
     found: dict[str, Scheme] = {}
     sentences: list[str] = []
@@ -201,7 +202,7 @@ def _block(weights: Fields) -> tuple[int, int]:
 
 
 def _activations(inputs: Fields, sentences: list[str]) -> Any:
-    """The dtype of the inputs of products, None for floats; adds to the sentences."""
+    """The dtype of the inputs of products, None for floats; appends to `sentences`."""
     if not inputs.values:
         return None
     bits, kind = inputs.get("num_bits", "an integer", 8), inputs.get("type", "a string", "int")
@@ -217,7 +218,7 @@ def _activations(inputs: Fields, sentences: list[str]) -> Any:
 
 
 def _check_transforms(config: Fields) -> None:
-    """Checks that transforms are part of the stored weights, and none is online.
+    """Checks that transforms are merged into the stored weights and none is applied online.
 
     **Raises:** `ValueError`.
     """
@@ -243,9 +244,9 @@ _INTEGERS = ("I32",)
 
 
 def matrix_of(folder: Folder, module: str, scheme: Scheme) -> tuple[Matrix, set[str]]:
-    """The matrix of a module, and the names of tensors that are not needed for it.
+    """The matrix of a module, and the names of its unused tensors.
 
-    **Raises:** `ValueError` for tensors that are missing, or of another type or shape.
+    **Raises:** `ValueError` for missing tensors, and for other types or shapes.
     """
     if scheme.layout == "pack-quantized":
         return _packed(folder, module, scheme), set()
@@ -284,7 +285,7 @@ def matrix_of(folder: Folder, module: str, scheme: Scheme) -> tuple[Matrix, set[
 
 
 def _check_no_zero(zero: Tensor) -> Tensor:
-    """A zero point of symmetric weights, all 0, which older versions write.
+    """Checks a zero point of symmetric weights, which older versions write, for all zeros.
 
     **Raises:** `ValueError` if some are not 0.
     """
@@ -297,7 +298,7 @@ def _check_no_zero(zero: Tensor) -> Tensor:
 
 
 def _packed(folder: Folder, module: str, scheme: Scheme) -> Matrix:
-    """A matrix of integers in words along the input, and zeros in words along the output."""
+    """A matrix of integers in words along the input, with zeros in words along the output."""
     packed = folder.need(f"{module}.weight_packed", module)
     scale = folder.need(f"{module}.{_SCALE}", module)
     shape = folder.need(f"{module}.weight_shape", module).check(("I64", "I32"), (2,))
@@ -350,7 +351,7 @@ def _zeros(
     """The tensor of zeros, and a function that returns them unsigned, in the shape of blocks."""
     zero, bits = folder.need(f"{module}.weight_zero_point", module), scheme.bits
     rows, groups = blocks
-    if zero.kind == "I8":  # one for all rows is not packed
+    if zero.kind == "I8":  # one zero for all rows is not packed
         zero.check(("I8",), blocks, *([(1,), ()] if blocks == (1, 1) else []))
 
         def plain() -> np.ndarray:
@@ -364,12 +365,13 @@ def _zeros(
 
 
 def _word_counts(bits: int, count: int) -> tuple[int, int]:
-    """The words of so many values: a dense stream, and whole values in each word."""
+    """The numbers of words for `count` values: as a dense stream, and with whole values per
+    word."""
     return _bits.word_count(bits, count), -(-count // (32 // bits))
 
 
 def _fields_of(bits: int, count: int, words: int) -> Callable[[np.ndarray], np.ndarray]:
-    """What unpacks words (..., words) to values (..., count)."""
+    """Returns a function that unpacks words (..., words) to values (..., count)."""
     if words == _bits.word_count(bits, count):
         return lambda found: _bits.fields(found, bits, count)
     shifts = np.arange(32 // bits, dtype=np.uint32) * np.uint32(bits)

@@ -1,9 +1,9 @@
 """Fine-grained float8: DeepSeek-V3's format, `FineGrainedFP8Config` of transformers.
 
-`X.weight` has 8-bit floats and `X.weight_scale_inv` the factor of each block of rows and columns,
-or of the matrix. A weight is the product (README_WEIGHTS.md of DeepSeek-V3). Factors in bytes are
-powers of two, as in MXFP8. Experts may be stacks, or pairs of 4-bit floats with a power of two for
-32 inputs (`Fp8Dequantize` of transformers).
+`X.weight` has 8-bit floats, and `X.weight_scale_inv` the factor of each block of rows and columns,
+or of the matrix. A weight is their product (README_WEIGHTS.md of DeepSeek-V3). Factors stored as
+bytes are powers of two, as in MXFP8. Experts may be stacks, or pairs of 4-bit floats with a power
+of two per 32 inputs (`Fp8Dequantize` of transformers).
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ def read(folder: Folder, config: Fields) -> Found:
     activations = config.expect("activation_scheme", "dynamic", "dynamic", "static")
     block = _block(config)
     floats = _floats(config)
-    # The tensors tell which other modules have 8-bit floats; `dequantize` is for transformers.
+    # The tensors show which other modules have 8-bit floats; `dequantize` concerns transformers.
     config.expect_rest("dequantize", "modules_to_convert", "quant_method")
     matrices = [
         _matrix(folder, config, name.removesuffix(_SCALE), block, floats)
@@ -51,20 +51,20 @@ def _matrix(
     module = name.removesuffix(".weight")
     if any(pattern.match(module) for pattern in floats):
         raise ValueError(
-            f"{weight.where} has scales, but by {config.path} {module!r} stays floats; {AGAIN}."
+            f"{weight.where} has scales, but {config.path} keeps {module!r} in floats; {AGAIN}."
         )
     if not 2 <= len(weight.shape) <= 3 or weight.kind not in ("F8_E4M3", "I8"):
         raise ValueError(
-            f"{weight.where} is {weight.kind} of shape {weight.shape}, but it is F8_E4M3, or pairs "
-            f"of 4-bit floats in I8, a matrix or a stack of them; {AGAIN}."
+            f"{weight.where} is {weight.kind} of shape {weight.shape}, but it must be F8_E4M3, or "
+            f"pairs of 4-bit floats in I8, a matrix or a stack of them; {AGAIN}."
         )
     *lead, n, k = weight.shape
     rows, columns = block if weight.kind == "F8_E4M3" else (1, 32)
     if lead:
         if rows == -1 or n % rows:
             raise ValueError(
-                f"{weight.where} is a stack of matrices of {n} rows, but blocks of {rows} rows "
-                f"divide those that are read; {OTHER}."
+                f"{weight.where} is a stack of matrices of {n} rows, but a matrix must have "
+                f"whole blocks of {rows} rows; {OTHER}."
             )
         scale.check((scale.kind,), (*lead, n // rows, *scale.shape[2:]))
         weight = weight._replace(shape=(lead[0] * n, k))
@@ -87,14 +87,14 @@ def _block(config: Fields) -> tuple[int, int]:
             return rows, columns
         case found:
             raise ValueError(
-                f"{config.path}: 'weight_block_size' is {found!r}, but blocks are read of a number "
+                f"{config.path}: 'weight_block_size' is {found!r}, but a block must have a number "
                 f"of rows and a multiple of 16 columns, such as [128, 128]; {OTHER}."
             )
 
 
 def _floats(config: Fields) -> list[re.Pattern[str]]:
-    """Patterns of the modules that stay floats. A name includes the modules inside, and may lack
-    the names of the modules around it."""
+    """Patterns of the modules that stay floats. A name also covers its submodules, and may omit the
+    names of outer modules."""
     return [
         re.compile(rf"(.*\.)?{re.escape(name)}(\.|$)")
         for key in ("modules_to_not_convert", "ignored_layers")

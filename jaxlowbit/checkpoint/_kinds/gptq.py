@@ -25,7 +25,7 @@ from .._warn import warn_of_file
 METHODS = ("gptq",)
 SUMMARY = "GPTQ of 2, 3, 4 and 8 bits (`gptq_p`: 2 to 8), with or without act-order"
 _BITS = {"gptq": (2, 3, 4, 8), "gptq_v2": (2, 3, 4, 8), "gptq_p": (2, 3, 4, 5, 6, 7, 8)}
-# Entries on calibration and kernels; the tensors show which modules are quantized.
+# Entries about calibration and kernels; the tensors show which modules are quantized.
 _HARMLESS = """
     act_group_aware autoround_version backend batch_size block_name_to_quantize cache_block_outputs
     damp_auto_increment damp_percent data_type dataset desc_act disable_exllama
@@ -56,7 +56,8 @@ class Layout(NamedTuple):
         return unpack(words, self.bits, count)
 
     def zeros(self, words: np.ndarray, count: int) -> np.ndarray:
-        """The zeros (groups, out) of words; the words of `gptq` carry, as in GPTQModel."""
+        """Unpacks zeros (groups, out); adding 1 carries across the words of `gptq`, as in
+        GPTQModel."""
         words = np.ascontiguousarray(words).view(np.uint32)
         if not self.stored_zero:
             return self.fields(words, count)
@@ -103,13 +104,13 @@ def read(folder: Folder, config: Fields) -> Found:
 
 
 def modules(folder: Folder, suffix: str) -> list[str]:
-    """The modules with a tensor of a name, in the order of their names."""
+    """The modules with a tensor of this suffix, sorted by name."""
     found = (name.rpartition(".") for name in folder.tensors)
     return [module for module, _, last in found if last == suffix]
 
 
 def _layout(config: Fields, form: str, changes: Mapping[str, Any]) -> Layout:
-    """The layout of modules with some entries changed."""
+    """The layout of modules, after changes to some entries."""
     own = Fields(config.path, {**config.values, **changes})
     bits = own.need("bits", "an integer")
     if bits not in _BITS[form]:
@@ -130,14 +131,14 @@ def group_size(config: Fields) -> int:
     size = config.get("group_size", "an integer", -1)
     if size < 1 and size != -1:
         raise ValueError(
-            f"{config.path}: 'group_size' is {size}, but it is positive, or -1 for one group; "
+            f"{config.path}: 'group_size' is {size}, but it must be positive, or -1 for one group; "
             f"{AGAIN}."
         )
     return size
 
 
 def _overrides(config: Fields) -> list[tuple[re.Pattern[str], Mapping[str, Any] | None]]:
-    """The entries of `dynamic`: patterns on modules and what differs, None for floats."""
+    """The entries of `dynamic`: patterns of modules with their changes, or None for floats."""
     found = []
     dynamic = config.inner("dynamic")
     for key in dynamic.values:
@@ -151,7 +152,7 @@ def _overrides(config: Fields) -> list[tuple[re.Pattern[str], Mapping[str, Any] 
 
 
 def matrix(folder: Folder, module: str, layout: Layout, kind: str) -> Matrix:
-    """The matrix of a module with `qweight`, `qzeros`, `scales` and perhaps `g_idx`."""
+    """The matrix of a module with `qweight`, `qzeros`, `scales` and optionally `g_idx`."""
     names = ("qweight", "qzeros", "scales")
     qweight, qzeros, scales = (folder.need(f"{module}.{name}", module) for name in names)
     g_idx = folder.tensors.get(f"{module}.g_idx")
@@ -202,7 +203,7 @@ def order_of(g_idx: Tensor, size: int) -> np.ndarray | None:
 
 
 def is_symmetric(qzeros: Tensor, unpack: Callable[[np.ndarray], np.ndarray], bits: int) -> bool:
-    """Whether all zeros are 2^(bits - 1), which a format without zeros has."""
+    """Whether all zeros are 2^(bits - 1), the zero point of formats without zeros."""
     words = qzeros.array()
     if not words.size or (unpack(words[:1]) != 1 << bits - 1).any():
         return False
@@ -210,9 +211,9 @@ def is_symmetric(qzeros: Tensor, unpack: Callable[[np.ndarray], np.ndarray], bit
 
 
 def grouped(tensor: Tensor, bits: int, size: int, k: int, symmetric: bool) -> Format:
-    """The format of k inputs in groups of a size, -1 for all.
+    """The format of k inputs in groups of `size`, -1 for all.
 
-    **Raises:** `ValueError` for a size that no format has.
+    **Raises:** `ValueError` for a size that no format supports.
     """
     if size % 16 and -1 < size < k:
         raise ValueError(
@@ -224,7 +225,8 @@ def grouped(tensor: Tensor, bits: int, size: int, k: int, symmetric: bool) -> Fo
 
 
 def _warn_of_zeros(qzeros: Tensor, layout: Layout, n: int) -> None:
-    """Warns of zeros that AutoGPTQ's packer may have damaged: it stores 0 as -1 in all bits."""
+    """Warns of zeros that AutoGPTQ's packer may have damaged: it stores 0 as -1, with all bits
+    set."""
     if not layout.stored_zero:
         return
     stored = layout._replace(stored_zero=False).zeros(qzeros.array(), n)

@@ -1,9 +1,9 @@
-"""HQQ: integers with float zeros, as `HQQLinear.state_dict` of hqq writes them.
+"""HQQ: integers with float zeros, as written by `HQQLinear.state_dict` of hqq.
 
 A module has `W_q`, `scale`, `zero` and its options (`nbits`, `group_size`, `shape`, `axis`) as
-tensors. Weights `(q - zero) * scale` are reshaped to (groups, group_size) if `axis` is 1. The rows
-of this matrix are cut into 8 / `nbits` equal parts, the first part in the highest bits of the bytes
-of `W_q`; 3 bits are ten parts of words of 32 bits (`hqq/core/bitpack.py`).
+tensors. With `axis` 1, weights `(q - zero) * scale` are reshaped to (groups, group_size). The rows
+of that matrix are split into 8 / `nbits` equal parts, the first in the highest bits of the bytes of
+`W_q`; with 3 bits, into ten parts of 32-bit words (`hqq/core/bitpack.py`).
 """
 
 from collections.abc import Mapping
@@ -70,14 +70,14 @@ class Groups(NamedTuple):
 
 
 def configured(folder: Folder) -> tuple[Path, Mapping[str, Any]] | None:
-    """`save_to_safetensors` of hqq writes no quantization config."""
+    """`save_to_safetensors` of hqq does not write a quantization config."""
     if any(name.endswith(".W_q") for name in folder.tensors):
         return folder.path / "config.json", {}
     return None
 
 
 def read(folder: Folder, config: Fields) -> Found:
-    # Each module stores its options, which may differ from these.
+    # The options stored with each module take precedence over these.
     config.expect_rest("quant_config", "quant_method", "skip_modules")
     suffix = ".W_q"
     names = [name.removesuffix(suffix) for name in folder.tensors if name.endswith(suffix)]
@@ -167,5 +167,5 @@ def _groups(folder: Folder, module: str) -> Groups:
 
 
 def _option(tensor: Tensor) -> int:
-    """The one integer of a tensor."""
+    """The only element of an integer tensor."""
     return int(tensor.check(("I32", "I64", "U8"), (), (1,)).array().reshape(()))

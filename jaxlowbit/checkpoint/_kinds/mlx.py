@@ -1,8 +1,8 @@
-"""MLX: affine integers of 2 to 8 bits, MXFP4, MXFP8 and NVFP4, as mlx-lm writes them.
+"""MLX: affine integers of 2 to 8 bits, MXFP4, MXFP8 and NVFP4, as written by mlx-lm.
 
-config.json has `quantization`, with entries for single modules, and a copy of it without a
-`quant_method`. A module has `weight`, uint32 words with a little-endian stream of bits, `scales`
-and, if affine, `biases`: a weight is `scale * q + bias` (`mlx.core.quantize`).
+config.json has `quantization`, with entries for single modules, and a copy of it without
+`quant_method`. A module has `weight`, uint32 words with a little-endian bit stream, `scales` and,
+if affine, `biases`: a weight is `scale * q + bias` (`mlx.core.quantize`).
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from .._scaled import four_bit_floats, scaled, scales
 
 METHODS = ("mlx",)
 SUMMARY = "affine integers of 2, 3, 4, 5, 6 and 8 bits, mxfp4, mxfp8 and nvfp4"
-# Mode to group sizes and bits, the default first.
+# Group sizes and bits of each mode, the default first.
 _MODES = {
     "affine": ((64, 32, 128), (4, 2, 3, 5, 6, 8)),
     "mxfp4": ((32,), (4,)),
@@ -85,8 +85,8 @@ def _matrix(folder: Folder, module: str, layout: Layout) -> Matrix:
     size, bits = layout.size, layout.bits
     if not 2 <= len(weight.shape) <= 3:
         raise ValueError(
-            f"{weight.where} has shape {weight.shape}, but it is a matrix or a stack of matrices; "
-            f"{AGAIN}."
+            f"{weight.where} has shape {weight.shape}, but it must be a matrix or a stack of "
+            f"matrices; {AGAIN}."
         )
     *lead, n, _ = weight.shape
     k = size * (scale.shape[-1] if scale.shape else 0)

@@ -1,8 +1,8 @@
 """NVIDIA ModelOpt: float8, NVFP4, MXFP8, MXFP4, int4 of AWQ and int8 of SmoothQuant.
 
-A module has `weight` and `weight_scale`; of NVFP4 also `weight_scale_2`, the factor of the matrix.
-`pre_quant_scale` multiplies inputs. `weight_scale_2` of W4A8_AWQ is the range of operands in 8-bit
-floats, and no factor of weights. `export_hf_checkpoint` writes these tensors, and the algorithm
+A module has `weight` and `weight_scale`, and for NVFP4 `weight_scale_2`, the tensor scale.
+`pre_quant_scale` multiplies inputs. For W4A8_AWQ, `weight_scale_2` is the range of 8-bit float
+operands and does not scale weights. `export_hf_checkpoint` writes these tensors, and the algorithm
 (`quant_algo`) to config.json and hf_quant_config.json (`modelopt/torch/export`).
 """
 
@@ -24,7 +24,7 @@ from .._smoothed import smoothed
 
 METHODS = ("modelopt",)
 SUMMARY = "FP8 of tensors, channels and blocks, NVFP4, MXFP8, MXFP4, int4 (AWQ) and int8"
-# Entries on modules that stay floats and on rounded inputs. The tensors determine the weights.
+# Entries about float modules and rounded inputs; the tensors determine the weights.
 _HARMLESS = """
     config_groups exclude_modules has_zero_point ignore kv_cache_quant_algo kv_cache_scheme
     lora_rank pre_quant_scale producer quant_method
@@ -78,13 +78,13 @@ def _pair(folder: Folder, module: str) -> tuple[Tensor, Tensor]:
 def _bytes(
     kind: str, weights: str, scale_kinds: tuple[str, ...], rows: int, columns: int, inputs: Any
 ) -> Callable[[Folder, str, Fields], Matrix]:
-    """Reads one number in each byte, with a scale for each block of rows and columns."""
+    """Reads one element per byte, with a scale per block of rows and columns."""
 
     def read(folder: Folder, module: str, config: Fields) -> Matrix:
         weight, scale = _pair(folder, module)
         weight.check((weights,), weight.shape)
         scale.check(scale_kinds, scale.shape)
-        if len(scale.shape) == 4:  # of blocks, with an axis of size 1 behind each axis
+        if len(scale.shape) == 4:  # blocks, with an axis of size 1 after each axis
             scale.check((scale.kind,), (scale.shape[0], 1, scale.shape[2], 1))
             scale = scale._replace(shape=scale.shape[::2])
         options: Any = {"rows": rows, "columns": columns, "activation_dtype": inputs}
@@ -113,7 +113,7 @@ def _int4(folder: Folder, module: str, config: Fields) -> Matrix:
     n, k = 2 * weight.shape[0], weight.shape[1]
     weight.check(("U8",), weight.shape)
     scale.check(FLOATS, (n, *scale.shape[1:2]))
-    # config.json lacks the size of groups, which hf_quant_config.json has.
+    # hf_quant_config.json has the group size, but config.json does not.
     size = k // max(scale.shape[1], 1)
     if size * scale.shape[1] != k or (size % 16 and size != k):
         raise ValueError(

@@ -1,9 +1,9 @@
 """gpt-oss: stacks of experts in MXFP4.
 
 `X_blocks`, uint8 (experts, out, in / 32, 16), has pairs of 4-bit floats, the even input in the low
-bits, and `X_scales`, uint8 (experts, out, in / 32), the exponents of their scales, as
-`convert_moe_packed_tensors` of transformers reads them. The outputs of `gate_up_proj` alternate:
-gate at even numbers, up at odd ones.
+bits. `X_scales`, uint8 (experts, out, in / 32), has the exponents of their scales
+(`convert_moe_packed_tensors` of transformers). The outputs of `gate_up_proj` alternate: even ones
+are gate, odd ones up.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ _BLOCKS = "_blocks"
 
 
 def read(folder: Folder, config: Fields) -> Found:
-    # The tensors tell which modules are floats; `dequantize` is for transformers.
+    # The tensors show which modules are floats; `dequantize` concerns transformers.
     config.expect_rest("dequantize", "modules_to_not_convert", "quant_method")
     names = [name.removesuffix(_BLOCKS) for name in folder.tensors if name.endswith(_BLOCKS)]
     return Found([_matrix(folder, name) for name in names])
@@ -29,7 +29,7 @@ def _matrix(folder: Folder, name: str) -> Matrix:
     data, scale = (folder.need(f"{name}{last}", name) for last in (_BLOCKS, "_scales"))
     if len(data.shape) not in (3, 4) or data.shape[-1] != 16 or data.kind != "U8":
         raise ValueError(
-            f"{data.where} is {data.kind} of shape {data.shape}, but it is U8 of shape "
+            f"{data.where} is {data.kind} of shape {data.shape}, but it must be U8 of shape "
             f"(experts, out, in / 32, 16); {AGAIN}."
         )
     *lead, n, blocks, _ = data.shape

@@ -1,8 +1,8 @@
-"""torchao: tensor subclasses in safetensors, as `flatten_tensor_state_dict` of torchao writes them.
+"""torchao: tensor subclasses in safetensors, as written by torchao's `flatten_tensor_state_dict`.
 
-The metadata of the files has a JSON object for each tensor: `_type`, attributes in `_data`, and the
-names of the parts of `X.weight`, which are tensors `X._weight_NAME`. A weight is
-`(qdata - zero_point) * scale`; of `Int4Tensor`, `qdata * scale + zero_point`.
+The metadata of a file has a JSON object per tensor: `_type`, attributes in `_data`, and the names
+of the parts of `X.weight`, which are the tensors `X._weight_NAME`. A weight is `(qdata -
+zero_point) * scale`; for `Int4Tensor`, `qdata * scale + zero_point`.
 """
 
 import dataclasses
@@ -26,14 +26,14 @@ METHODS = ("torchao",)
 SUMMARY = "Int8Tensor, IntxUnpackedToInt8Tensor, Float8Tensor and Int4Tensor"
 _BITS = {f"int{bits}": bits for bits in range(1, 9)}
 _STATIC = ("act_quant_scale", "act_quant_zero_point")
-# What computes a product, and the dtype of its result.
+# Entries about how a product is computed, and the dtype of its result.
 _HARMLESS = """
     dtype hp_value_lb hp_value_ub kernel_preference mm_config reduce_range shape
 """
 
 
 def read(folder: Folder, config: Fields) -> Found:
-    # The tensors tell which modules are quantized, and how.
+    # The tensors show which modules are quantized, and how.
     config.expect_rest(
         "include_input_output_embeddings",
         "modules_to_not_convert",
@@ -64,7 +64,7 @@ def read(folder: Folder, config: Fields) -> Found:
 
 
 def _entries(folder: Folder, name: str, text: str) -> Fields | None:
-    """The object of a tensor in the metadata; None for floats and other texts."""
+    """The object of a tensor in the metadata; None for a float tensor and for other entries."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
