@@ -3,7 +3,7 @@
     python tools/measure_loading.py FOLDER [--layers 16] [--format int4-g128] [--model llama3-8b]
 
 FOLDER gets about 8 GB of random bfloat16 weights in safetensors (half of the layers of Llama 3 8B),
-and packed weights of the whole model. Steps, each in a process of its own:
+and packed weights of the whole model. Steps, each in a separate process:
 
 1. `write`: the float weights, without a tokenizer in JAX.
 2. `quantize`: `llm.load` of the floats with a data-free format, then `llm.save`. Samples the

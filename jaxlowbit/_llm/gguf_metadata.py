@@ -1,6 +1,6 @@
 """Metadata of a GGUF file for a model from a Hugging Face folder: its configuration and tokenizer.
 
-Keys are those that llama.cpp's `convert_hf_to_gguf.py` writes. `check` reads them again: fields and
+The keys are from llama.cpp's `convert_hf_to_gguf.py`. `check` reads them again: fields and
 texts that would differ raise an error, so that this module writes only usual keys.
 """
 
