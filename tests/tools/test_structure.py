@@ -40,11 +40,11 @@ ONLY = {
     r"_llm\.(bench|block|cache_file|command|decoder|language_model|low_rank|perplexity|programs)|"
     r"_llm\.sharding",
     "qwix": r"_core\.qarray|_flax\.qwix_provider",
-    "gguf": r"_llm\.(exporting|ggml_grids|gguf_file)",
+    "gguf": r"_llm\.(exporting|ggml_grids|gguf_file|gguf_metadata)",
     "jinja2": r"_llm\.chat_template",
     "llguidance": r"_llm\.schema",
     "safetensors": r"checkpoint\._files|_tuning\.weights",
-    "tokenizers": r"_llm\.tokenizer_(folder|gguf|parts)",
+    "tokenizers": r"_llm\.(gguf_metadata|tokenizer_(folder|gguf|parts))",
     "tqdm": r"_flax\.calibration|_llm\.(calibration|files_command|load|perplexity|sensitivity)|"
     r"_tuning\.report|checkpoint\._(load|saved)",
     "jax.experimental.pallas": r"_backends\.pallas\.(tpu|triton)",
