@@ -40,7 +40,7 @@ ONLY = {
     r"_llm\.(bench|block|cache_file|command|decoder|language_model|low_rank|perplexity|programs)|"
     r"_llm\.sharding",
     "qwix": r"_core\.qarray|_flax\.qwix_provider",
-    "gguf": r"_llm\.(exporting|ggml_grids|gguf_(file|metadata))",
+    "gguf": r"_llm\.(exporting|ggml_grids|gguf_file|gguf_metadata)",
     "jinja2": r"_llm\.chat_template",
     "llguidance": r"_llm\.schema",
     "safetensors": r"checkpoint\._files|_tuning\.weights",
