@@ -59,6 +59,9 @@ std::string FieldError(const QuantizedMatmul& p) {
   if (p.permuted_parts < 0 || (p.permuted_parts > 0 && (p.transposed || p.k % p.permuted_parts))) {
     return is("permuted_parts", p.permuted_parts, "a divisor of k, or 0 if transposed");
   }
+  if (p.epilogue.activation == Activation::kGptOss && !(p.is_ragged() && p.epilogue.gated)) {
+    return "activation is gpt_oss, which only gated ragged products have.";
+  }
   for (ElementType type : {p.epilogue.bias, p.epilogue.residual}) {
     if (type != p.floats() && type != ElementType::kF32) {
       return "bias or residual is " + TypeName(TypeOf(type)) + " but must be f32 or " +

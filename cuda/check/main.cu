@@ -256,7 +256,9 @@ std::vector<Case> CasesOf(const Formats& formats, uint64_t stride) {
             {problem, optional, seed, placed++, !problem.transposed, Choices(problem, seed)});
         if (problem.transposed || problem.is_integer_matmul()) continue;
         // Epilogues in all combinations of their parts.
-        problem.epilogue.activation = static_cast<Activation>(turn % std::size(kActivationNames));
+        // All but the last, kGptOss, which is for ragged products.
+        constexpr size_t kDense = static_cast<size_t>(Activation::kGptOss);
+        problem.epilogue.activation = static_cast<Activation>(turn % kDense);
         // The product of two integer sums exceeds the range of float16.
         const bool leaves = problem.scale == ElementType::kInt8 && problem.lhs == ElementType::kF16;
         problem.epilogue.gated = turn % 2 != 0 && !leaves;

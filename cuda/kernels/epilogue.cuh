@@ -109,7 +109,7 @@ __device__ inline float GptOssUp(float up) {
 }
 
 // Activations of jax.nn, and of gpt-oss; NaN stays NaN. Takes several values, so that their instructions overlap inside one branch.
-template <int kCount>
+template <bool kRagged, int kCount>
 __device__ void Activate(Activation activation, float (&x)[kCount]) {
   const auto each = [&](auto function) {
 #pragma unroll
@@ -128,19 +128,25 @@ __device__ void Activate(Activation activation, float (&x)[kCount]) {
     case Activation::kRelu:
       return each([](float y) { return Relu(y); });
     case Activation::kGptOss:
+      if constexpr (!kRagged) return;
       return each(
           [](float y) { return TimesSigmoid(kGptOssForm, y > kGptOssLimit ? kGptOssLimit : y); });
   }
 }
 
-// Computes results from accumulators that include units and biases. `up` is used only by gated epilogues.
-template <int kCount>
+// Computes results from accumulators that include units and biases. `up` is used only by gated epilogues, kGptOss only
+// by ragged products: elsewhere it would cost registers.
+template <bool kRagged = false, int kCount>
 __device__ void Finish(const EpilogueParams& e, const float (&up)[kCount],
                        const float (&residual)[kCount], float (&values)[kCount]) {
-  Activate(e.activation, values);
+  Activate<kRagged>(e.activation, values);
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    if (e.gated) values[i] *= e.activation == Activation::kGptOss ? GptOssUp(up[i]) : up[i];
+    float up_factor = up[i];
+    if constexpr (kRagged) {
+      if (e.activation == Activation::kGptOss) up_factor = GptOssUp(up_factor);
+    }
+    if (e.gated) values[i] *= up_factor;
     values[i] += residual[i];
   }
 }

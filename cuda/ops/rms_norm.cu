@@ -181,8 +181,7 @@ constexpr int kMaxSpreadShift = 3, kMaxSpreadThreads = 256;
 static_assert(kMaxThreads <= kMaxSpreadThreads << (kMaxSpreadShift - 1));
 static_assert(kMaxThreads / 32 <= kMaxExchangeWarps && kElements == kExchangeColumns);
 
-// For the compiler: maximum number of threads of a CTA, and CTAs of an SM. 128 threads with 80 registers fit on an SM
-// with two CTAs of qmm_sm90_stream at one row, so they start before these end.
+// For the compiler: maximum number of threads of a CTA, and CTAs of an SM.
 template <Form kForm, int kVectors, bool kParts>
 struct Bounds {
 #if __CUDA_ARCH__ >= 900
@@ -191,7 +190,9 @@ struct Bounds {
   static constexpr bool kSpread = false;
 #endif
   static constexpr int kThreads = kSpread ? kMaxSpreadThreads : kMaxThreads;
-  static constexpr int kCtas = kSpread ? 4 - kVectors : kForm == Form::kFloats ? 0 : 1;
+  static constexpr int kCtas = kSpread ? 2 : kForm == Form::kFloats ? 0 : 1;
+  // Whether x and the scales are loaded before the exchange; a thread of 1024 has too few registers.
+  static constexpr bool kLoadsEarly = kSpread;
 };
 
 // kVectors: vectors per thread. kAligned: all buffers are 16-byte aligned. kParts: the addend is a partial sum.
@@ -205,13 +206,17 @@ __global__ void __launch_bounds__(Bounds<kForm, kVectors, kParts>::kThreads,
   const Team team = FindTeam<kParts>(cta_shift);
   if (scale != nullptr) StartSum<kParts>(team);
   const int64_t row = int64_t{team.row} * vectors;
+  constexpr bool kLoadsEarly = Bounds<kForm, kVectors, kParts>::kLoadsEarly;
   Vector<float> scales[kVectors];
+  const auto load_scales = [&] {
 #pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-    const int at = i * team.threads() + team.thread();
-    if (scale != nullptr && at < vectors)
-      scales[i] = LoadFloats<kAligned, T>(scale, wide_scale, at);
-  }
+    for (int i = 0; i < kVectors; ++i) {
+      const int at = i * team.threads() + team.thread();
+      if (scale != nullptr && at < vectors)
+        scales[i] = LoadFloats<kAligned, T>(scale, wide_scale, at);
+    }
+  };
+  if constexpr (kLoadsEarly || !kParts) load_scales();
   WaitForPreviousKernels();
   Vector<float> addends[kVectors];
   Vector<T> sums[kVectors];  // x at first
@@ -220,14 +225,16 @@ __global__ void __launch_bounds__(Bounds<kForm, kVectors, kParts>::kThreads,
     const int at = i * team.threads() + team.thread();
     if (at >= vectors) break;
     addends[i] = LoadFloats<kAligned, T>(addend, wide_addend, row + at);
-    sums[i] = Load<kAligned>(x, row + at);
+    if constexpr (kLoadsEarly) sums[i] = Load<kAligned>(x, row + at);
   }
   if constexpr (kParts) AddParts(exchange, team, vectors, addends);
+  if constexpr (!kLoadsEarly && kParts) load_scales();
   float squares = 0;
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     const int at = i * team.threads() + team.thread();
     if (at >= vectors) break;
+    if constexpr (!kLoadsEarly) sums[i] = Load<kAligned>(x, row + at);
 #pragma unroll
     for (int j = 0; j < kElements; ++j) {
       sums[i].at[j] =

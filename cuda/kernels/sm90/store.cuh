@@ -167,7 +167,7 @@ class TileStorer {
       values[i] += s == 0 ? biases_[0][i / 2 % 2] : second;
       up[i] += second;
     }
-    jaxlowbit::Finish(p_.epilogue, up, residual, values);
+    jaxlowbit::Finish<I::kRagged>(p_.epilogue, up, residual, values);
   }
 
   // One thread of a warpgroup: starts loading the residual of one of its store tiles to a buffer.

@@ -126,7 +126,7 @@ class ClusterReducer {
 #pragma unroll
           for (int j = 0; j < 4; ++j) sum[j] *= residual[j];
         } else {
-          Finish(e, up, residual, sum);
+          Finish<I::kRagged>(e, up, residual, sum);
         }
       }
       const int m = Row(tile), n = Channel(tile_slice, slice);
