@@ -1,4 +1,4 @@
-"""Writes the output errors of GPTQ of llm-compressor: `tests/data/golden/gptq.json`.
+"""Writes the output errors of GPTQ of llm-compressor: `tests/data/gptq.json`.
 
     python tools/golden_gptq.py                  # the problems of tests/support/gptq_problems.py
     python tools/golden_gptq.py layers.npz       # prints the errors of real layers
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests/support"))
 import gptq_problems as problems  # noqa: E402
 
-OUTPUT = ROOT / "tests/data/golden/gptq.json"
+OUTPUT = ROOT / "tests/data/gptq.json"
 
 
 def errors(weight: np.ndarray, moments: np.ndarray) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .._core import checks
 from .._core.format import as_format, format_name
@@ -69,6 +69,8 @@ def mixed(
     ```
     """
     bits = checks.positive("mixed", "bits", bits)
+    _check_layers("errors", errors, Mapping, "a dict of errors by format")
+    _check_layers("sizes", sizes, int, "a number of weights")
     hulls = {rule: _hull(rule, found) for rule, found in errors.items()}
     if not hulls or hulls.keys() != sizes.keys():
         missing = ", ".join(sorted(hulls.keys() ^ sizes.keys())[:8]) or "all layers"
@@ -94,6 +96,19 @@ def mixed(
         chosen[step.rule] = next(x for x in hulls[step.rule] if x.format == step.format)
     rules = {rule: point.format for rule, point in chosen.items()}
     return Plan(rules, used / total, sum(point.error for point in chosen.values()))
+
+
+def _check_layers(name: str, given: Any, kind: type, rule: str) -> None:
+    if not isinstance(given, Mapping):
+        raise TypeError(
+            f"mixed: {name} is {checks.brief(given)}, but it must be a dict with {rule} for each "
+            "layer."
+        )
+    for layer, value in given.items():
+        if not isinstance(value, kind):
+            raise TypeError(
+                f"mixed: {name}[{layer!r}] is {checks.brief(value)}, but it must be {rule}."
+            )
 
 
 class _Point(NamedTuple):
