@@ -306,5 +306,7 @@ def test_layers_that_cannot_be_replaced_raise():
             quantized("batch", **options)
     module = nn.Sequential([nn.DenseGeneral(8, precision="highest")])
     x = random(2, 96)
-    with pytest.raises(ValueError, match=r"'layers_0' has precision='highest', which a quant"):
+    with pytest.raises(
+        ValueError, match=r"'layers_0' has precision='highest', but quantized layers lack it"
+    ):
         jl_linen.quantize_model(module, module.init(KEY, x), {"": INT4}, x)

@@ -175,7 +175,7 @@ def test_words_stored_without_padding_raise_with_the_missing_variable():
     want = layer.apply(variables, x)
     variables["quantized"].pop("padding")
     message = (
-        r"If the kernel is \(40, 24\) .* add 'padding': jnp\.zeros\(\(25, 41\), jnp\.uint8\) b"
+        r"If the kernel is \(40, 24\) .* add 'padding': jnp\.zeros\(\(25, 41\), jnp\.uint8\) next"
     )
     with pytest.raises(ValueError, match=message):
         layer.apply(variables, x)

@@ -476,7 +476,7 @@ def test_scaling_of_gguf_files():
         np.testing.assert_allclose(ratio, 2 * factors, rtol=1e-2)
     with pytest.raises(ValueError, match="'yarn' with the tensor rope_freqs"):
         scaled(tensors, rope__scaling__type="yarn")
-    with pytest.raises(ValueError, match=r"is I32 of shape .*, but it must be a vector of F32"):
+    with pytest.raises(ValueError, match=r"is I32 of shape .*, but it is a vector of F32"):
         scaled(rope_freqs("I32", np.ones(32, np.int32)))
     yarn = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}
     ratio, amplitude = scaled(**yarn)

@@ -281,7 +281,7 @@ def test_indices_name_the_tensors_of_their_shards(tmp_path):
     other = json.loads(text)
     other["weight_map"]["lm_head.bias"] = first
     index.write_text(json.dumps(other))
-    with pytest.raises(ValueError, match=rf"has tensor 'lm_head.bias' in {first}, but that file"):
+    with pytest.raises(ValueError, match=rf"has tensor 'lm_head.bias' in {first}, but the file"):
         load(folder)
     index.write_text(text.replace(first, "other").replace(second, first).replace("other", second))
     with pytest.raises(ValueError, match="but the file does not contain it"):

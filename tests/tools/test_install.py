@@ -119,7 +119,8 @@ def test_public_names(output):
         "DISABLED_EXPORT_CHECKS FP8 Format INT4 INT8 MXFP4 MXFP8 NF4 NVFP4 QuantizedActivations "
         "QuantizedArray UINT4 UINT8 check_layout_version explain integer_matmul quantize "
         "quantize_activations quantized_block quantized_glu "
-        "quantized_matmul quantized_matmuls quantized_mlp quantizers scan supported_backends tune"
+        "quantized_matmul quantized_matmuls quantized_mlp quantized_moe quantized_ragged_dot "
+        "quantizers scan supported_backends tune"
     )
     assert output(code).split() == names.split()
 
