@@ -97,7 +97,7 @@ NOT_OF_JAX = (
     "einsum_parameters",  # the same ways in Linen: einsum_parameters_linen
     "einsum_parameters_linen::test_a_single_format_leaves_embeddings_in_floats",
     "einsum_parameters_linen::test_a_table_that_other_code_reads_is_quantized",
-    "einsum_parameters_linen::test_gradients_pass_the_packed_words",
+    "einsum_parameters_linen::test_gradients_with_packed_words",
     "einsum_parameters_linen::test_init_and_abstract_variables",
     "embed::test_columns_match_the_dequantized_matrix",
     "embed::test_columns_of_a_matrix_in_shards",
