@@ -39,5 +39,6 @@ shutil.rmtree(FOLDER, ignore_errors=True)
 adapted.save_pretrained(FOLDER)
 (FOLDER / "README.md").unlink(missing_ok=True)
 values = json.loads((FOLDER / "adapter_config.json").read_text())
+values["base_model_name_or_path"] = "llama_nf4"  # not the path on this machine
 (FOLDER / "adapter_config.json").write_text(json.dumps(values, indent=1, sort_keys=True) + "\n")
 finish(FOLDER, logits(adapted))
