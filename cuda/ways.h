@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Ways in which the pointers of a call lie. A plan is made without pointers, for buffers at addresses that are known at
+// Alignment and overlap of the pointers of a call. A plan is made without pointers, for buffers at addresses that are known at
 // launch. It may ask `Ways` about alignment and overlap, and every answer is recorded: the plan is valid for all pointers
 // with the same answers.
 #pragma once

@@ -98,7 +98,7 @@ def quality() -> Drawing:
 
 
 def quantizers() -> Drawing:
-    """Perplexity of SmolLM2-135M-Instruct over that of the file, by bits and quantizer."""
+    """Perplexity of SmolLM2-135M-Instruct, relative to the file, by bits and quantizer."""
     _, points = measurements.quality("quantizers.json")
     stored = points["stored"]["perplexity"]
     limit = 4.0

@@ -302,7 +302,7 @@ def _expert(rhs: QuantizedArray, expert: Array) -> QuantizedArray:
 def check_activation(caller: str, activation: Any, *, pairs: bool, optional: bool = True) -> None:
     """Raises for an unknown activation, and for gpt-oss's unless matrices are pairs."""
     names = get_args(GatedActivation if pairs else Activation)
-    if not pairs and activation == "gpt_oss":
+    if not pairs and isinstance(activation, str) and activation == "gpt_oss":
         raise ValueError(
             f"{caller}: activation is {activation!r}, which has a gate and an up, but rhs is one "
             "matrix per expert; stack both as pairs (2, experts, k, n)."

@@ -336,8 +336,8 @@ def _module(ours: str, theirs: Mapping[str, str]) -> str:
 def _config(
     ranks: Mapping[str, int], alphas: Mapping[str, float], source: Path | None
 ) -> dict[str, Any]:
-    """The entries of adapter_config.json. Rank and alpha are the most frequent ones; others are in
-    patterns."""
+    """The entries of adapter_config.json. `r` and `lora_alpha` have the most common values; the
+    patterns list the other layers."""
     r, alpha = (Counter(x.values()).most_common(1)[0][0] for x in (ranks, alphas))
     return {
         "peft_type": "LORA",

@@ -40,8 +40,8 @@ def temperature(config: Config, positions: Array) -> Array | None:
 
 
 def order(rows: int, head_size: int) -> np.ndarray:
-    """The rows of queries or keys whose pairs are halves, in the order in which pairs are
-    neighbours, as llama.cpp's converter permutes them."""
+    """The permutation of llama.cpp's converter, for the rows of queries and keys: from pairs
+    `(i, i + head_size / 2)` to pairs `(2 i, 2 i + 1)`."""
     return np.arange(rows).reshape(-1, 2, head_size // 2).swapaxes(1, 2).reshape(-1)
 
 

@@ -194,6 +194,7 @@ PRODUCT = {
     "out_sharding": NONE,
     "backend": NONE,
 }
+GROUPED = PRODUCT | {"group_offset": NONE, "lhs_qtype": NONE}
 PACKED = {"format": INT4, "shards": constant((1, 1)), "lhs_qtype": NONE}
 DTYPES = {"dtype": NONE, "param_dtype": constant(jnp.float32)}
 ZEROS = constant(nn.initializers.zeros_init())
@@ -285,11 +286,9 @@ CALLS = {
         lhs=given("x"),
         rhs=given("experts"),
         group_sizes=lambda: jnp.array([1, 0, 2]),
-        group_offset=NONE,
         bias=NONE,
         activation=NONE,
-        lhs_qtype=NONE,
-        **PRODUCT,
+        **GROUPED,
     ),
     "moe": call(
         jl.quantized_moe,
@@ -301,9 +300,7 @@ CALLS = {
         activation=constant("silu"),
         gate_up_bias=NONE,
         down_bias=NONE,
-        group_offset=NONE,
-        lhs_qtype=NONE,
-        **PRODUCT,
+        **GROUPED,
     ),
     "mlp": call(
         jl.quantized_mlp,
