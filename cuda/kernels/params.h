@@ -52,12 +52,13 @@ inline WideDivider WideDivideBy(int64_t divisor) {
 }
 
 // `columns`: tiles along n.
-inline RaggedParams RaggedOf(const QuantizedMatmul& problem, int64_t columns) {
+inline RaggedParams RaggedOf(const QuantizedMatmul& problem, int block, int64_t columns) {
   return {nullptr,
           nullptr,
           static_cast<int>(problem.groups_of_rows),
           static_cast<int>(problem.experts()),
           static_cast<int>(problem.m),
+          block,
           WideDivideBy(columns)};
 }
 

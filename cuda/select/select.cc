@@ -97,7 +97,7 @@ Support SupportsOnHopper(Kernel kernel, const QuantizedMatmul& problem, const De
 }
 
 // Possible rows of a block in ragged products of qmm_sm90_stream.
-constexpr int kStreamBlocks[] = {8, 16, 32};
+constexpr int kStreamBlocks[] = {1, 8, 16, 32};
 
 // Maximum experts of a ragged product, whose table is in shared memory.
 constexpr int64_t kMaxExperts = 512;
@@ -148,7 +148,9 @@ Choice SelectRagged(const QuantizedMatmul& problem, const Device& device) {
       if (sm90_stream::kMaxTileSlices % choice.slices != 0) continue;
       if (!sm90_stream::SupportsChoice(choice, blocks, device, 0)) continue;
       const double cost = sm90_stream::RaggedCost(blocks, device, choice);
-      consider(choice, cost / RelativeClock(device));
+      Choice own = choice;
+      own.block_m = block_m;
+      consider(own, cost / RelativeClock(device));
     }
   }
   std::vector<Choice> choices = sm90::Choices(problem);

@@ -6,6 +6,7 @@
 // same members, where element e is group e:
 //
 //   Rows(e)             number of rows of e
+//   Has(e, m)           whether row m belongs to e
 //   Row(e, m)           global index of row m of e, in lhs, residual and out
 //   Position(e, strip)  position of a weight in the batch, which selects its bias and unit and, by WeightAt, the packed
 //                       weight. Gated: even strips belong to the gate, odd ones to up.
@@ -34,6 +35,7 @@ struct Batched {
   const bool& gated;
 
   __device__ const Int& Rows(Int /*element*/) const { return rows; }
+  __device__ bool Has(Int /*element*/, Int m) const { return m < rows; }
   __device__ int64_t Row(Int element, Int m) const { return int64_t{element} * rows + m; }
   __device__ Int Position(Int element, int strip = 0) const {
     return kMayBeGated && gated ? 2 * element + strip % 2 : element;

@@ -3,7 +3,7 @@
 // The schedule of ragged products: rows of lhs are sorted by group, and each group has a separate weight. Sizes of
 // groups are read on the device.
 //
-// Rows of a group are divided into blocks of kBlock rows. A tile is a block and some columns. Blocks of local groups come
+// Rows of a group are divided into blocks of up to `block` rows. A tile is a block and some columns. Blocks of local groups come
 // first, group by group; then blocks of the other rows, which are zero in the result. A group begins
 // at any row: a block whose group has fewer rows reads rows of the next group, and does not store them. CTAs are
 // persistent: each makes a table of the groups in shared memory, and finds its tiles there.
@@ -26,17 +26,18 @@ struct RaggedParams {
   int groups;
   int experts;          // weights; gated: pairs, first the gates of all experts, then their ups
   int rows;             // of lhs
+  int block;            // rows of a block
   WideDivider columns;  // tiles along the columns, of every block
 };
 
 // The schedule of one tile; see Batched. kMayBeGated: the instance supports gated products.
 template <bool kMayBeGated = true>
 struct Ragged {
-  int expert, first, rows;
+  int expert, first, begin, end;  // rows [begin, end) belong to the tile, whose row 0 is `first`
   const int& experts;
   const bool& gated;
 
-  __device__ int Rows(int /*element*/) const { return rows; }
+  __device__ bool Has(int /*element*/, int m) const { return m >= begin - first && m < end - first; }
   __device__ int64_t Row(int /*element*/, int m) const { return first + m; }
   __device__ int Position(int element, int strip = 0) const {
     return kMayBeGated && gated && strip % 2 ? UpPosition(element) : expert;
@@ -75,9 +76,13 @@ __device__ inline int ScanLanes(int value, int limit, int* total) {
 
 }  // namespace ragged
 
+__device__ inline int BlocksOf(const RaggedParams& p, int rows) {
+  return (rows + p.block - 1) / p.block;
+}
+
 // Called by a warp after the previous kernels have ended. Calls visit(expert, first row, end row, first block) in one
 // lane for each local group, and for expert == p.experts with the end of the last group if there are groups behind it.
-template <int kBlock, typename Visit>
+template <typename Visit>
 __device__ RaggedTotals ForEachGroup(const RaggedParams& p, Visit visit) {
   using ragged::kPerLane;
   constexpr int kNever = 1 << 29;
@@ -103,7 +108,7 @@ __device__ RaggedTotals ForEachGroup(const RaggedParams& p, Visit visit) {
       const int next = ragged::Add(begin, sizes[i], p.rows);
       if (expert < 0) before = next;
       if (expert < p.experts) end = next;
-      if (expert >= 0 && expert < p.experts) blocks += (next - begin + kBlock - 1) / kBlock;
+      if (expert >= 0 && expert < p.experts) blocks += BlocksOf(p, next - begin);
       begin = next;
     }
     int all;
@@ -114,7 +119,7 @@ __device__ RaggedTotals ForEachGroup(const RaggedParams& p, Visit visit) {
       const int group = base + lane * kPerLane + i, expert = group - offset;
       const int next = ragged::Add(begin, sizes[i], p.rows);
       if (group < p.groups && expert >= 0 && expert <= p.experts) visit(expert, begin, next, block);
-      if (expert >= 0 && expert < p.experts) block += (next - begin + kBlock - 1) / kBlock;
+      if (expert >= 0 && expert < p.experts) block += BlocksOf(p, next - begin);
       begin = next;
     }
     row = ragged::Add(row, sum, p.rows);
@@ -125,7 +130,7 @@ __device__ RaggedTotals ForEachGroup(const RaggedParams& p, Visit visit) {
   return totals;
 }
 
-// A tile of a ragged product: at most kBlock rows of an expert, beginning with `first` and ending before `end`, and a
+// A tile of a ragged product: at most a block of rows of an expert, beginning with `first` and ending before `end`, and a
 // column. Negative expert: rows that are zero in all columns.
 struct RaggedTile {
   int expert, column, first, end;
@@ -139,9 +144,8 @@ class RaggedTable {
   __device__ explicit RaggedTable(uint32_t shared) : shared_(shared) {}
 
   // Called by a warp after the previous kernels have ended.
-  template <int kBlock>
   __device__ void Store(const RaggedParams& p) const {
-    const RaggedTotals totals = ForEachGroup<kBlock>(
+    const RaggedTotals totals = ForEachGroup(
         p, [&](int expert, int begin, int, int block) { StoreEntry(expert, begin, block); });
     // Groups that the sizes do not list are empty: in front of the first one, or behind the last one.
     const int lane = threadIdx.x % 32;
@@ -163,22 +167,20 @@ class RaggedTable {
   }
 
   // Tiles with a weight come first, then tiles of rows that are zero.
-  template <int kBlock>
   __device__ int NumTiles(const RaggedParams& p) const {
     const RaggedTotals totals = Totals();
-    return totals.blocks * p.columns.divisor + (totals.begin + kBlock - 1) / kBlock +
-           (p.rows - totals.end + kBlock - 1) / kBlock;
+    return totals.blocks * p.columns.divisor + BlocksOf(p, totals.begin) +
+           BlocksOf(p, p.rows - totals.end);
   }
 
   // Blocks of a group vary fastest, then columns, so CTAs that share weights run together.
-  template <int kBlock>
   __device__ RaggedTile Find(const RaggedParams& p, int number) const {
     const RaggedTotals totals = Totals();
     const int columns = p.columns.divisor, zeros = number - totals.blocks * columns;
     if (zeros >= 0) {
-      const int before = (totals.begin + kBlock - 1) / kBlock;
-      const int first = zeros < before ? zeros * kBlock : totals.end + (zeros - before) * kBlock;
-      return {-1, 0, first, min(first + kBlock, zeros < before ? totals.begin : p.rows)};
+      const int before = BlocksOf(p, totals.begin);
+      const int first = zeros < before ? zeros * p.block : totals.end + (zeros - before) * p.block;
+      return {-1, 0, first, min(first + p.block, zeros < before ? totals.begin : p.rows)};
     }
     // The last expert whose first block is not behind this one: groups without rows share it with the next one.
     const int block = p.columns.Divide(number);
@@ -191,7 +193,7 @@ class RaggedTable {
     const uint2 own = LoadShared8(Entry(low)), next = LoadShared8(Entry(low + 1));
     const int first = static_cast<int>(own.y), blocks = static_cast<int>(next.y) - first;
     const int in_group = number - first * columns, column = in_group / blocks;
-    return {low, column, static_cast<int>(own.x) + (in_group - column * blocks) * kBlock,
+    return {low, column, static_cast<int>(own.x) + (in_group - column * blocks) * p.block,
             static_cast<int>(next.x)};
   }
 

@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(I::kThreads, I::kTile.ctas_per_sm)
   if constexpr (I::kRagged) {
     if (warp == 0) {
       WaitForPreviousKernels();  // they may have written the sizes
-      memory.groups(p.plan).template Store<I::kM>(p.ragged);
+      memory.groups(p.plan).Store(p.ragged);
     }
   }
   __syncthreads();  // barriers exist

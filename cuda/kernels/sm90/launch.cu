@@ -77,7 +77,7 @@ Params ParamsOf(const PlannedStep& step, const StreamK& schedule) {
   p.whole_tiles = static_cast<int>(schedule.whole_tiles);
   p.splits = schedule.splits;
   p.num_tasks = static_cast<int>(schedule.tasks());
-  p.ragged = RaggedOf(problem, p.tiles_n);
+  p.ragged = RaggedOf(problem, tile.m, p.tiles_n);
   return p;
 }
 

@@ -202,7 +202,7 @@ struct Memory {
 template <class I>
 __device__ inline int NumTasks(const Params& p, Memory memory) {
   if constexpr (!I::kRagged) return p.num_tasks;
-  return memory.groups(p.plan).template NumTiles<I::kM>(p.ragged);
+  return memory.groups(p.plan).NumTiles(p.ragged);
 }
 
 // The work item of a CTA: a tile, or a part of a tail tile along k.
@@ -214,7 +214,7 @@ struct Task {
 
 template <class I>
 __device__ inline Task RaggedTaskOf(const Params& p, Memory memory, int number) {
-  const RaggedTile tile = memory.groups(p.plan).template Find<I::kM>(p.ragged, number);
+  const RaggedTile tile = memory.groups(p.plan).Find(p.ragged, number);
   const int k_blocks = tile.expert < 0 ? 0 : p.k_blocks;
   return {{tile.expert, tile.column * I::kCtaStrips, tile.first, tile.end}, -1, 0, k_blocks};
 }

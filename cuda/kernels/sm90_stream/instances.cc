@@ -9,9 +9,10 @@ namespace jaxlowbit::sm90_stream {
 
 InstanceKey KeyOf(const QuantizedMatmul& problem, const Choice& choice, const Device& device) {
   // Under PDL, one CTA per SM leaves registers for a CTA of the next kernel.
-  const bool shares_registers = choice.block_m == 8 || problem.pdl;
   const QuantizedMatmul blocks = BlocksOf(problem, choice.block_m);
-  const Variant variant = {choice.block_m,
+  const int block_m = BlockM(blocks.m);
+  const bool shares_registers = block_m == 8 || problem.pdl;
+  const Variant variant = {block_m,
                            shares_registers ? kMaxCtasPerSm : CtasPerSm(blocks, device, choice),
                            LhsPathOf(blocks, device, choice), problem.is_ragged()};
   return {Family::kSm90Stream, problem.lhs,      problem.scale,   problem.zero,

@@ -149,7 +149,7 @@ __device__ void MultiplyRagged(const Params& p, Memory memory) {
   if (warp == 0) InitBarriers<I>(p.plan, memory);
   if (warp == kWarps) {
     WaitForPreviousKernels();  // they may have written the sizes
-    groups.Store<I::kBlockM>(p.ragged);
+    groups.Store(p.ragged);
   }
   __syncthreads();  // barriers and the table exist
   ArriveAtCluster();
@@ -173,9 +173,9 @@ __device__ void MultiplyRagged(const Params& p, Memory memory) {
     Consume<I>(p, share, memory, cursor, tiles, number + clusters < num_products);
   }
   if (tiles == 0) WaitForArrivals();
-  const int num_tiles = groups.NumTiles<I::kBlockM>(p.ragged);
+  const int num_tiles = groups.NumTiles(p.ragged);
   for (; number < num_tiles; number += clusters) {
-    StoreZeros<I>(p, groups.Find<I::kBlockM>(p.ragged, number));
+    StoreZeros<I>(p, groups.Find(p.ragged, number));
   }
 }
 

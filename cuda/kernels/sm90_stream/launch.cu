@@ -98,7 +98,7 @@ class StreamLaunch final : public KernelLaunch {
     int64_t batch = problem.batch;
     if (problem.is_ragged()) {
       const int ctas_per_sm = CtasPerSm(blocks, device, choice);
-      params_.ragged = RaggedOf(problem, clusters);
+      params_.ragged = RaggedOf(problem, choice.block_m, clusters);
       AddGroupTable(problem, Sm90SharedBytes(ctas_per_sm), &params_.plan);
       clusters = std::min<int64_t>(clusters * MaxBlocks(problem, choice.block_m),
                                    device.clusters[ctas_per_sm][cluster_ctas_]);

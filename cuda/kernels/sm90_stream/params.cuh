@@ -50,7 +50,6 @@ struct Instance {
   static constexpr int kTiles = kM / 8;  // of the instruction, along the rows
   static constexpr int kSliceBytes = kAtomBytes<kBits> / kSlicesPerStrip;
   static constexpr bool kWholeStrips = HasWholeStrips(kBits);
-  static constexpr int kBlockM = kM;
   static constexpr bool kRagged = false;
 };
 
@@ -154,7 +153,7 @@ __device__ inline Share OwnShare(const Params& p) {
 template <class I>
 __device__ Share RaggedShareOf(const Params& p, const RaggedTable& groups, int number) {
   Share share = OwnShare(p);
-  share.tile = groups.Find<I::kBlockM>(p.ragged, number);
+  share.tile = groups.Find(p.ragged, number);
   share.slice_begin = share.tile.column * p.plan.slices;
   share.slice_end = min(p.products[0].strips * kSlicesPerStrip, share.slice_begin + p.plan.slices);
   return share;
@@ -165,8 +164,10 @@ template <class I>
 __device__ auto ScheduleOf(const Params& p, const Share& share) {
   if constexpr (I::kRagged) {
     const RaggedTile& tile = share.tile;
-    const int rows = min(I::kBlockM, tile.end - tile.first);
-    return Ragged<>{tile.expert, tile.first, rows, p.ragged.experts, p.epilogue.gated};
+    // TMA reads slower beyond the last row, so the last tiles begin earlier.
+    const int first = min(tile.first, max(0, p.ragged.rows - p.plan.lhs_rows));
+    const int end = min(tile.end, tile.first + p.ragged.block);
+    return Ragged<>{tile.expert, first, tile.first, end, p.ragged.experts, p.epilogue.gated};
   } else {
     return ScheduleOf(p);
   }

@@ -192,7 +192,7 @@ class ClusterReducer {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const int row = m + j % 2, channel = n + j / 2 * 8;
-        if (row >= schedule.Rows(share_.batch) || channel >= part.n) continue;
+        if (!schedule.Has(share_.batch, row) || channel >= part.n) continue;
         const int64_t out_row = schedule.Row(share_.batch, row);
         const int64_t at = p_.apply_lhs_scale ? out_row : out_row * part.n + channel;
         addends.residual[j] = LoadBits(e.residual, e.residual_float, at);
@@ -232,7 +232,7 @@ class ClusterReducer {
 
   __device__ void Store(const Product& part, int m, int n, float value) const {
     const auto schedule = ScheduleOf<I>(p_, share_);
-    if (m >= schedule.Rows(share_.batch) || n >= part.n) return;
+    if (!schedule.Has(share_.batch, m) || n >= part.n) return;
     const int64_t offset = schedule.Row(share_.batch, m) * part.n + n;
     if (p_.out_float) {
       static_cast<float*>(part.out)[offset] = value;
