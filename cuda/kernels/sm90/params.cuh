@@ -146,7 +146,7 @@ __device__ inline Batched<int> ScheduleOf(const Params& p) { return {p.m, p.epil
 template <class I, bool kMayBeGated = true>
 __device__ auto ScheduleOf(const Params& p, const Tile& tile) {
   if constexpr (I::kRagged) {
-    return Ragged<kMayBeGated>{tile.batch, 0, tile.end, p.ragged.experts, p.epilogue.gated};
+    return Ragged<kMayBeGated>{tile.batch, 0, 0, tile.end, p.ragged.experts, p.epilogue.gated};
   } else {
     return Batched<int, kMayBeGated>{p.m, p.epilogue.gated};
   }

@@ -119,7 +119,7 @@ class TileStorer {
   __device__ bool Gated() const { return kSupportsGated && p_.epilogue.gated; }
   __device__ auto Schedule() const {
     if constexpr (I::kRagged) {
-      return Ragged<kSupportsGated>{expert_, 0, end_, p_.ragged.experts, p_.epilogue.gated};
+      return Ragged<kSupportsGated>{expert_, 0, 0, end_, p_.ragged.experts, p_.epilogue.gated};
     } else {
       return Batched<int, kSupportsGated>{p_.m, p_.epilogue.gated};
     }
