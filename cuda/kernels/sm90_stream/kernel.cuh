@@ -23,7 +23,8 @@
 //             end of a tile: send partial sums to their owners ─► add in order ─► epilogue ─► store
 //                                                                                                (reduce.cuh)
 //
-// Ragged. CTAs are persistent (device/schedule/ragged.cuh): the ring goes on from one tile to the next.
+// Ragged. CTAs are persistent (device/schedule/ragged.cuh): the ring goes on from one tile to the next, and a tile is
+// reduced when the warp has multiplied the next one.
 //
 // Gated. Strips of the gate and of up alternate, and a warp's two slices are the same channels of both.
 //
@@ -55,8 +56,10 @@ __device__ void InitBarriers(const Plan& plan, Memory memory) {
     InitBarrier(memory.full(lane), 1);
     InitBarrier(memory.empty(lane), kWarps * kWarpArrivals);
   } else if (lane == kMaxStages) {
-    InitBarrier(memory.partials_full(), 1);
-    InitBarrier(memory.partials_free(), 1 << plan.cluster_shift);
+    for (int buffer = 0; buffer < (I::kRagged ? 2 : 1); ++buffer) {
+      InitBarrier(memory.partials_full(buffer), 1);
+      InitBarrier(memory.partials_free(buffer), (I::kRagged ? kWarps : 1) << plan.cluster_shift);
+    }
     if constexpr (I::kLhsPath == LhsPath::kRounds) InitBarrier(memory.largest_full(), 1);
   }
   PublishBarriers();
@@ -74,27 +77,33 @@ __device__ inline Place OwnPlace(const Params& p) {
   return {(warp - part * pairs) * kSlicesPerWarp, part};
 }
 
-// Multiplies the tiles of a share. `number`: of tiles before, `more`: whether other shares follow.
+// A consumer warp's multiplier, and its place in the ring.
 template <class I>
-__device__ void Consume(const Params& p, const Share& share, Memory memory, RingCursor& cursor,
-                        int& number, bool more) {
-  const Plan& plan = p.plan;
-  const ClusterReducer<I> reducer(p, share, memory);
-  const int stage_atoms = Opaque(plan.stage_atoms), num_stages = Opaque(plan.num_stages);
-  const int slot_bytes = Opaque(plan.slot_bytes);
-  const uint32_t ring = Opaque(memory.stage(plan, 0));
-  const int lane = Opaque(threadIdx.x % 32);
-  StageMultiplier<I> multiplier(p, OwnPlace(p).part, lane);
-  uint32_t gathered_end = 0;
-  if constexpr (I::kLhsPath == LhsPath::kGathers) GatherLhs(p, share, memory);
-  if constexpr (I::kLhsPath != LhsPath::kStages) {
-    const int atoms = share.atom_end - share.atom_begin;
-    gathered_end = Opaque(memory.base + plan.gathered + atoms * multiplier.LhsBytes());
-  }
-  for (int tile = share.slice_begin; tile < share.slice_end; tile += plan.tile_slices) {
-    const int slices = min(plan.tile_slices, share.slice_end - tile);
+struct Consumer {
+  const Params& p;
+  const Memory memory;
+  const int stage_atoms, num_stages, slot_bytes;
+  const uint32_t ring;
+  const int lane;
+  StageMultiplier<I> multiplier;
+  RingCursor cursor;
+
+  __device__ Consumer(const Params& p, Memory memory)
+      : p(p),
+        memory(memory),
+        stage_atoms(Opaque(p.plan.stage_atoms)),
+        num_stages(Opaque(p.plan.num_stages)),
+        slot_bytes(Opaque(p.plan.slot_bytes)),
+        ring(Opaque(memory.stage(p.plan, 0))),
+        lane(Opaque(threadIdx.x % 32)),
+        multiplier(p, OwnPlace(p).part, lane),
+        cursor{0, 0} {}
+
+  // Multiplies a tile, and sends partial sums to their owners. `gathered_end`: of activations that are not in stages.
+  __device__ void MultiplyAndSend(const Share& share, int tile, int slices,
+                                  const ClusterReducer<I>& reducer, uint32_t gathered_end) {
     const Place own = OwnPlace(p);
-    const bool active = own.slice < slices && own.part < plan.warps_k;
+    const bool active = own.slice < slices && own.part < p.plan.warps_k;
     if (threadIdx.x == 0) reducer.Expect(slices);
     multiplier.StartTile(tile, own.slice, slices);
     Accumulators<I> acc = {};
@@ -110,18 +119,49 @@ __device__ void Consume(const Params& p, const Share& share, Memory memory, Ring
     if constexpr (I::kHasOneRow) {
       if (p.m == 1) StageMultiplier<I>::SumColumns(acc);
     }
-    reducer.WaitUntilFree(number);
+    reducer.WaitUntilFree();
     const Place sent = OwnPlace(p);
 #pragma unroll
     for (int i = 0; i < kSlicesPerWarp; ++i) {
       if (active && sent.slice + i < slices) reducer.Send(sent.slice + i, sent.part, acc[i]);
     }
+  }
+};
+
+// Multiplies the tiles of a share.
+template <class I>
+__device__ void Consume(const Params& p, const Share& share, Memory memory) {
+  Consumer<I> consumer(p, memory);
+  uint32_t gathered_end = 0;
+  if constexpr (I::kLhsPath == LhsPath::kGathers) GatherLhs(p, share, memory);
+  if constexpr (I::kLhsPath != LhsPath::kStages) {
+    const int atoms = share.atom_end - share.atom_begin;
+    gathered_end =
+        Opaque(memory.base + p.plan.gathered + atoms * consumer.multiplier.LhsBytes());
+  }
+  int number = 0;
+  for (int tile = share.slice_begin; tile < share.slice_end; tile += p.plan.tile_slices) {
+    const int slices = min(p.plan.tile_slices, share.slice_end - tile);
+    const ClusterReducer<I> reducer(p, share, memory, number);
+    consumer.MultiplyAndSend(share, tile, slices, reducer, gathered_end);
     const auto first = reducer.LoadFirst(tile, slices);
-    reducer.WaitUntilSent(number);
+    reducer.WaitUntilSent();
     reducer.Collect(tile, slices, first);
-    if (more || tile + plan.tile_slices < share.slice_end) reducer.Free();
+    if (tile + p.plan.tile_slices < share.slice_end) reducer.Free();
     ++number;
   }
+}
+
+// Reduces and stores the tile of a share, after all of it has been multiplied. `more`: whether other tiles follow.
+template <class I>
+__device__ void CollectRagged(const Params& p, const Share& share, Memory memory, int number,
+                              bool more) {
+  const ClusterReducer<I> reducer(p, share, memory, number);
+  const int tile = share.slice_begin, slices = share.slice_end - share.slice_begin;
+  const auto first = reducer.LoadFirst(tile, slices);
+  reducer.WaitUntilSent();
+  reducer.Collect(tile, slices, first);
+  if (more) reducer.Free();
 }
 
 // Stores zeros in the rows of a tile, by the consumers of one CTA of the cluster.
@@ -166,11 +206,22 @@ __device__ void MultiplyRagged(const Params& p, Memory memory) {
     WaitForArrivals();
     return;
   }
-  RingCursor cursor = {0, 0};
+  Consumer<I> consumer(p, memory);
   int tiles = 0, number = first;
-  for (; number < num_products; number += clusters) {
-    const Share share = RaggedShareOf<I>(p, groups, number);
-    Consume<I>(p, share, memory, cursor, tiles, number + clusters < num_products);
+  for (; number < num_products; number += clusters, ++tiles) {
+    {
+      const Share share = RaggedShareOf<I>(p, groups, number);
+      const ClusterReducer<I> reducer(p, share, memory, tiles);
+      consumer.MultiplyAndSend(share, share.slice_begin, share.slice_end - share.slice_begin,
+                               reducer, 0);
+    }
+    if (tiles == 0) continue;
+    const Share before = RaggedShareOf<I>(p, groups, number - clusters);
+    CollectRagged<I>(p, before, memory, tiles - 1, number + clusters < num_products);
+  }
+  if (tiles > 0) {
+    const Share last = RaggedShareOf<I>(p, groups, number - clusters);
+    CollectRagged<I>(p, last, memory, tiles - 1, false);
   }
   if (tiles == 0) WaitForArrivals();
   const int num_tiles = groups.NumTiles(p.ragged);
@@ -217,9 +268,7 @@ __global__ void __launch_bounds__(kThreads, I::kCtasPerSm)
     } else {
       start();
     }
-    RingCursor cursor = {0, 0};
-    int tiles = 0;
-    Consume<I>(p, OwnShare(p), memory, cursor, tiles, false);
+    Consume<I>(p, OwnShare(p), memory);
   }
 #endif
 }

@@ -202,15 +202,22 @@ struct Memory {
   // Stage `slot` has been loaded (full), or has been read by every warp (empty).
   __device__ uint32_t full(int slot) const { return base + slot * kBarrierBytes; }
   __device__ uint32_t empty(int slot) const { return base + (kMaxStages + slot) * kBarrierBytes; }
-  // All partial sums of a tile have arrived (full), or every CTA of the cluster has read its own (free).
-  __device__ uint32_t partials_full() const { return base + 2 * kMaxStages * kBarrierBytes; }
-  __device__ uint32_t partials_free() const { return partials_full() + kBarrierBytes; }
+  // All partial sums of a tile have arrived (full), or every CTA of the cluster has read its own (free). Buffer 1 exists
+  // in a RaggedInstance.
+  __device__ uint32_t partials_full(int buffer = 0) const {
+    return base + (2 * kMaxStages + 2 * buffer) * kBarrierBytes;
+  }
+  __device__ uint32_t partials_free(int buffer = 0) const {
+    return partials_full(buffer) + kBarrierBytes;
+  }
   // For a kernel that rounds lhs: the barrier for the maximum magnitudes from the cluster's warps, the scales of the
   // rows, and those magnitudes, one per warp and CTA.
   __device__ uint32_t largest_full() const { return partials_free() + kBarrierBytes; }
   __device__ uint32_t row_scale(int row) const { return largest_full() + kBarrierBytes + 4 * row; }
   __device__ uint32_t largest(int number) const { return row_scale(kWarps + number); }
-  __device__ uint32_t partials() const { return base + kBarriersBytes; }
+  __device__ uint32_t partials(const Plan& plan, int buffer) const {
+    return base + kBarriersBytes + buffer * plan.sums_bytes;
+  }
   __device__ uint32_t stage(const Plan& plan, int slot) const {
     return base + plan.ring + slot * plan.slot_bytes;
   }

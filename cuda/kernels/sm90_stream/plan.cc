@@ -89,8 +89,8 @@ Plan PlanOf(const QuantizedMatmul& problem, int cluster_ctas, int slices, int ct
   while (cluster << plan.owned_shift < plan.tile_slices) ++plan.owned_shift;
   // Every warp sends its partial sums of a slice: 16 channels x block_m in float32.
   const int senders = cluster * plan.warps_k;
-  const int sums = (senders << plan.owned_shift) * kSliceRows * block_m * 4;
-  plan.gathered = kBarriersBytes + sums;
+  plan.sums_bytes = (senders << plan.owned_shift) * kSliceRows * block_m * 4;
+  plan.gathered = kBarriersBytes + plan.sums_bytes * (problem.of_blocks ? 2 : 1);
   plan.whole_rows = plan.gathered + (in_stages ? 0 : static_cast<int>(gathered_bytes));
   const int64_t before = gathers ? plan.gathered + gather_bytes : plan.whole_rows;
   plan.ring = static_cast<int>(CeilDiv(before, kTmaAlignment) * kTmaAlignment);

@@ -99,6 +99,7 @@ struct Plan {
   int ring;          // offset of the stages
   int num_stages;    // of the ring; the plan cannot run with fewer than 2
   int shared_bytes;  // of a CTA; ragged: including the table of groups, behind the stages
+  int sums_bytes;    // of the partial sums of a tile; ragged: there are two such buffers
 };
 
 // Whether each stage of `stage_atoms` atoms begins with a group or lies inside one.

@@ -3,6 +3,9 @@
 // Reduces the partial sums of a tile across the cluster. Every CTA owns some of the tile's slices, and every warp sends
 // its partial sums of a slice to the owner's shared memory. The owner adds them in the order of senders, so that
 // results repeat bit for bit, and stores them through the epilogue.
+//
+// Ragged. There are two buffers of partial sums. A tile's are reduced after the warp has multiplied the next tile, when
+// all have arrived, so that no warp waits for others at the end of a tile.
 #pragma once
 
 #include "cuda/kernels/sm90_stream/multiply.cuh"
@@ -12,17 +15,19 @@ namespace jaxlowbit::sm90_stream {
 template <class I>
 class ClusterReducer {
  public:
-  __device__ ClusterReducer(const Params& p, const Share& share, Memory memory)
+  // `number`: of the CTA's tiles before.
+  __device__ ClusterReducer(const Params& p, const Share& share, Memory memory, int number)
       : p_(p),
         share_(share),
         memory_(memory),
+        number_(number),
         owned_(1 << p.plan.owned_shift),
         senders_(p.plan.warps_k << p.plan.cluster_shift) {}
 
   // Called by one thread, before the tile's partial sums can be complete.
   __device__ void Expect(int slices) const {
     if (UsesPlainStores()) return;
-    ArriveExpecting(memory_.partials_full(), Owned(slices) * senders_ * I::kTiles * kFragmentBytes);
+    ArriveExpecting(memory_.partials_full(Buffer()), Owned(slices) * senders_ * I::kTiles * kFragmentBytes);
   }
 
   // Sends a warp's partial sums of slice `slice` of the tile, of part `part` of the stages.
@@ -36,7 +41,7 @@ class ClusterReducer {
       }
       return;
     }
-    const uint32_t barrier = MapToRank(memory_.partials_full(), owner);
+    const uint32_t barrier = MapToRank(memory_.partials_full(Buffer()), owner);
     const uint32_t target = MapToRank(Fragment(slice & (owned_ - 1), sender, 0), owner);
 #pragma unroll
     for (int tile = 0; tile < I::kTiles; ++tile) {
@@ -44,31 +49,34 @@ class ClusterReducer {
     }
   }
 
-  // Waits, before the partial sums of tile `number` are sent, until all owners have read the previous ones.
-  __device__ void WaitUntilFree(int number) const {
-    if (number == 0) {
+  // Waits, before the tile's partial sums are sent, until all owners have read the previous ones of this buffer.
+  __device__ void WaitUntilFree() const {
+    if (number_ == 0) {
       // Waits until the barriers of all CTAs exist. Kernels that round rows have done so before.
       if constexpr (I::kLhsPath != LhsPath::kRounds) WaitForArrivals();
-    } else if (!UsesPlainStores()) {
-      WaitForCluster(memory_.partials_free(), (number - 1) % 2);
+    } else if (number_ >= kBuffers && !UsesPlainStores()) {
+      WaitForCluster(memory_.partials_free(Buffer()), (number_ / kBuffers - 1) % 2);
     }
   }
 
-  // Waits for all partial sums of tile `number` that this CTA owns.
-  __device__ void WaitUntilSent(int number) const {
+  // Waits for all partial sums of the tile that this CTA owns.
+  __device__ void WaitUntilSent() const {
     if (UsesPlainStores()) {
       SynchronizeConsumers();
     } else {
-      WaitForCluster(memory_.partials_full(), number % 2);
+      WaitForCluster(memory_.partials_full(Buffer()), number_ / kBuffers % 2);
     }
   }
 
-  // Signals that this thread has read its partial sums of a tile; called if another tile follows.
+  // Signals that this warp has read its partial sums of the tile; called if another tile uses the buffer. Not ragged:
+  // one warp signals for the CTA.
   __device__ void Free() const {
-    SynchronizeConsumers();
+    if (!I::kRagged || UsesPlainStores()) SynchronizeConsumers();
     if (UsesPlainStores()) return;
-    if (threadIdx.x < 1 << p_.plan.cluster_shift) {
-      ArriveRemote(MapToRank(memory_.partials_free(), threadIdx.x));
+    if constexpr (I::kRagged) __syncwarp();
+    const int thread = I::kRagged ? threadIdx.x % 32 : threadIdx.x;
+    if (thread < 1 << p_.plan.cluster_shift) {
+      ArriveRemote(MapToRank(memory_.partials_free(Buffer()), thread));
     }
   }
 
@@ -147,6 +155,9 @@ class ClusterReducer {
       1 << (kIntegerWeights ? kShift<typename I::T>
                             : kProductShift<typename I::T, typename I::S, I::kCodebook>);
   static constexpr int kFragmentBytes = 32 * 16;  // 16 channels x 8 rows, in the order of lanes
+  static constexpr int kBuffers = I::kRagged ? 2 : 1;
+
+  __device__ int Buffer() const { return number_ % kBuffers; }
 
   // Adds the partial sums of all senders for this lane.
   __device__ void Add(int slice, int tile, float (&sum)[4]) const {
@@ -226,7 +237,7 @@ class ClusterReducer {
 
   // The address of this lane's part of a fragment.
   __device__ uint32_t Fragment(int slice, int sender, int tile) const {
-    return memory_.partials() + ((slice * senders_ + sender) * I::kTiles + tile) * kFragmentBytes +
+    return memory_.partials(p_.plan, Buffer()) + ((slice * senders_ + sender) * I::kTiles + tile) * kFragmentBytes +
            threadIdx.x % 32 * 16;
   }
 
@@ -244,6 +255,7 @@ class ClusterReducer {
   const Params& p_;
   const Share& share_;
   const Memory memory_;
+  const int number_;
   const int owned_;    // maximum slices of a tile per CTA
   const int senders_;  // of partial sums for a slice
 };
