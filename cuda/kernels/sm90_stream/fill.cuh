@@ -53,12 +53,25 @@ class StageFiller {
       const bool first = slice == share_.slice_begin;
       if (!first) StartTile(slice);
       for (int stage = first ? filled : 0; stage < share_.stages; ++stage) {
-        Wait(memory_.empty(cursor.slot), cursor.parity);  // returns at once in the first phase
-        FillWeights(stage, cursor.slot);
-        FillLhs(stage, cursor.slot);
-        cursor.Advance(p_.plan.num_stages);
+        FillStage(stage, cursor);
       }
     }
+  }
+
+  // Loads a stage when its slot is free.
+  __device__ void FillStage(int stage, RingCursor& cursor) const {
+    Wait(memory_.empty(cursor.slot), cursor.parity);  // returns at once in the first phase
+    FillWeights(stage, cursor.slot);
+    FillLhs(stage, cursor.slot);
+    cursor.Advance(p_.plan.num_stages);
+  }
+
+  // Takes the pieces of another filler.
+  __device__ void Take(const StageFiller& other) {
+    first_strip_ = other.first_strip_, up_strip_ = other.up_strip_;
+    packed_bytes_ = other.packed_bytes_, group_bytes_ = other.group_bytes_;
+    kind_ = other.kind_, atom_ = other.atom_, source_ = other.source_;
+    target_ = other.target_, bytes_ = other.bytes_;
   }
 
  private:

@@ -99,6 +99,12 @@ struct Consumer {
         multiplier(p, OwnPlace(p).part, lane),
         cursor{0, 0} {}
 
+  // Ragged: waits for the first stage of tile `number`, and returns its share.
+  __device__ Share NextShare(int number) const {
+    Wait(memory.full(cursor.slot), cursor.parity);
+    return RaggedShareOf(p, memory.LoadTile(number));
+  }
+
   // Multiplies a tile, and sends partial sums to their owners. `gathered_end`: of activations that are not in stages.
   __device__ void MultiplyAndSend(const Share& share, int tile, int slices,
                                   const ClusterReducer<I>& reducer, uint32_t gathered_end) {
@@ -152,10 +158,35 @@ __device__ void Consume(const Params& p, const Share& share, Memory memory) {
   }
 }
 
-// Reduces and stores the tile of a share, after all of it has been multiplied. `more`: whether other tiles follow.
+// Loads all tiles. The pieces of the next tile are found while the ring is full.
 template <class I>
-__device__ void CollectRagged(const Params& p, const Share& share, Memory memory, int number,
-                              bool more) {
+__device__ void FillRagged(const Params& p, Memory memory, const RaggedTable& groups, int first,
+                           int clusters, int num_products) {
+  if (first >= num_products) return;
+  RingCursor cursor = {0, 1};
+  Share share = RaggedShareOf(p, groups.Find(p.ragged, first));
+  StageFiller<I> filler(p, share, memory);
+  int tiles = 0;
+  for (int number = first; number < num_products; number += clusters, ++tiles) {
+    if (threadIdx.x % 32 == 0) memory.StoreTile(tiles, share.tile);
+    Share next = share;
+    StageFiller<I> following = filler;
+    for (int stage = 0; stage < share.stages; ++stage) {
+      if (stage + 1 == share.stages && number + clusters < num_products) {
+        next = RaggedShareOf(p, groups.Find(p.ragged, number + clusters));
+        following.Take(StageFiller<I>(p, next, memory));
+      }
+      filler.FillStage(stage, cursor);
+    }
+    share = next;
+    filler.Take(following);
+  }
+}
+
+// Reduces and stores a tile, after all of it has been multiplied. `more`: whether other tiles will use its buffer.
+template <class I>
+__device__ void CollectRagged(const Params& p, Memory memory, int number, bool more) {
+  const Share share = RaggedShareOf(p, memory.LoadTile(number));
   const ClusterReducer<I> reducer(p, share, memory, number);
   const int tile = share.slice_begin, slices = share.slice_end - share.slice_begin;
   const auto first = reducer.LoadFirst(tile, slices);
@@ -198,11 +229,7 @@ __device__ void MultiplyRagged(const Params& p, Memory memory) {
   const int clusters = static_cast<int>(gridDim.x) >> p.plan.cluster_shift;
   const int num_products = groups.Totals().blocks * p.ragged.columns.divisor;
   if (warp == kWarps) {
-    RingCursor cursor = {0, 1};
-    for (int number = first; number < num_products; number += clusters) {
-      const Share share = RaggedShareOf<I>(p, groups, number);
-      StageFiller<I>(p, share, memory).Fill(0, cursor);
-    }
+    FillRagged<I>(p, memory, groups, first, clusters, num_products);
     WaitForArrivals();
     return;
   }
@@ -210,19 +237,15 @@ __device__ void MultiplyRagged(const Params& p, Memory memory) {
   int tiles = 0, number = first;
   for (; number < num_products; number += clusters, ++tiles) {
     {
-      const Share share = RaggedShareOf<I>(p, groups, number);
+      const Share share = consumer.NextShare(tiles);
       const ClusterReducer<I> reducer(p, share, memory, tiles);
       consumer.MultiplyAndSend(share, share.slice_begin, share.slice_end - share.slice_begin,
                                reducer, 0);
     }
     if (tiles == 0) continue;
-    const Share before = RaggedShareOf<I>(p, groups, number - clusters);
-    CollectRagged<I>(p, before, memory, tiles - 1, number + clusters < num_products);
+    CollectRagged<I>(p, memory, tiles - 1, number + clusters < num_products);
   }
-  if (tiles > 0) {
-    const Share last = RaggedShareOf<I>(p, groups, number - clusters);
-    CollectRagged<I>(p, last, memory, tiles - 1, false);
-  }
+  if (tiles > 0) CollectRagged<I>(p, memory, tiles - 1, false);
   if (tiles == 0) WaitForArrivals();
   const int num_tiles = groups.NumTiles(p.ragged);
   for (; number < num_tiles; number += clusters) {

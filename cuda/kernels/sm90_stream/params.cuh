@@ -149,11 +149,10 @@ __device__ inline Share OwnShare(const Params& p) {
   return share;
 }
 
-// A tile of a RaggedInstance.
-template <class I>
-__device__ Share RaggedShareOf(const Params& p, const RaggedTable& groups, int number) {
+// The share of a tile of a RaggedInstance.
+__device__ inline Share RaggedShareOf(const Params& p, const RaggedTile& tile) {
   Share share = OwnShare(p);
-  share.tile = groups.Find(p.ragged, number);
+  share.tile = tile;
   share.slice_begin = share.tile.column * p.plan.slices;
   share.slice_end = min(p.products[0].strips * kSlicesPerStrip, share.slice_begin + p.plan.slices);
   return share;
@@ -220,6 +219,18 @@ struct Memory {
   }
   __device__ uint32_t stage(const Plan& plan, int slot) const {
     return base + plan.ring + slot * plan.slot_bytes;
+  }
+  // Ragged: tile `number` of this CTA, which the producer stores before it loads the first stage.
+  __device__ void StoreTile(int number, const RaggedTile& tile) const {
+    StoreShared16(TileRecord(number), make_uint4(tile.expert, tile.column, tile.first, tile.end));
+  }
+  __device__ RaggedTile LoadTile(int number) const {
+    const uint4 tile = LoadShared16(TileRecord(number));
+    return {static_cast<int>(tile.x), static_cast<int>(tile.y), static_cast<int>(tile.z),
+            static_cast<int>(tile.w)};
+  }
+  __device__ uint32_t TileRecord(int number) const {
+    return partials_full(2) + number % kTileRecords * kTileRecordBytes;
   }
   __device__ RaggedTable groups(const Plan& plan) const {
     return RaggedTable(stage(plan, plan.num_stages));

@@ -76,7 +76,7 @@ class ClusterReducer {
     if constexpr (I::kRagged) __syncwarp();
     const int thread = I::kRagged ? threadIdx.x % 32 : threadIdx.x;
     if (thread < 1 << p_.plan.cluster_shift) {
-      ArriveRemote(MapToRank(memory_.partials_free(Buffer()), thread));
+      ArriveRemoteAfterReads(MapToRank(memory_.partials_free(Buffer()), thread), true);
     }
   }
 

@@ -69,6 +69,7 @@ Support SupportsChoice(const Choice& choice, const QuantizedMatmul& problem, con
   if (choice.slices < 1 || choice.slices > most) return {"slices is beyond those of a cluster"};
   const Plan plan = PlanOfChoice(problem, device, choice);
   if (plan.num_stages < 2) return {"its stages would not fit shared memory"};
+  if (problem.of_blocks && plan.stages < choice.split_k) return {"each CTA has a stage of k"};
   return SupportsGroups(plan, problem);
 }
 
