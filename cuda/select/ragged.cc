@@ -7,19 +7,20 @@
 
 namespace jaxlowbit {
 
-int64_t ExpectedBlocks(const QuantizedMatmul& problem, int block_m) {
+int64_t ExpectedBlocks(const QuantizedMatmul& problem, int block_m,
+                       const std::function<double(int)>& part) {
   const auto experts = static_cast<double>(std::max<int64_t>(problem.experts(), 1));
-  const double mean = static_cast<double>(problem.m) / experts;
-  // Rows of a group are about Poisson distributed. For large means their quotient by block_m is uniform.
-  double blocks = mean / block_m + 0.5;
-  if (mean < 200) {
-    double probability = std::exp(-mean);
-    blocks = 0;
-    for (int rows = 1; rows < 1000 && (rows < mean || probability > 1e-9); ++rows) {
-      probability *= mean / rows;
-      blocks += probability * static_cast<double>(CeilDiv(rows, block_m));
-    }
+  const double mean = static_cast<double>(problem.m) / experts, spread = std::sqrt(mean);
+  // Rows of a group are about Poisson distributed.
+  double blocks = 0, sum = 0;
+  const int first = std::max(0, static_cast<int>(mean - 6 * spread));
+  for (int rows = first; rows <= mean + 6 * spread + 6; ++rows) {
+    const double probability = std::exp(rows * std::log(mean) - mean - std::lgamma(rows + 1.0));
+    const int rest = rows % block_m;
+    blocks += probability * (rows / block_m + (rest > 0 ? part(rest) : 0));  // NOLINT
+    sum += probability;
   }
+  blocks = sum > 0 ? blocks / sum : 1;
   const auto all = static_cast<int64_t>(std::ceil(blocks * experts));
   return std::clamp<int64_t>(all, 1, std::max<int64_t>(problem.m, 1));
 }
@@ -35,12 +36,13 @@ int GroupTableBytes(const QuantizedMatmul& problem) {
   return static_cast<int>(CeilDiv(kTotals + (problem.experts() + 1) * kEntry, kTotals) * kTotals);
 }
 
-QuantizedMatmul BlocksOf(const QuantizedMatmul& problem, int block_m) {
+QuantizedMatmul BlocksOf(const QuantizedMatmul& problem, int block_m,
+                         const std::function<double(int)>& part) {
   if (!problem.is_ragged()) return problem;
   QuantizedMatmul blocks = problem;
   blocks.groups_of_rows = 0;
   blocks.of_blocks = true;
-  blocks.batch = ExpectedBlocks(problem, block_m);
+  blocks.batch = ExpectedBlocks(problem, block_m, part);
   blocks.num_weights = blocks.batch * problem.weights_per_element();
   blocks.m = block_m;
   return blocks;

@@ -97,7 +97,7 @@ Support SupportsOnHopper(Kernel kernel, const QuantizedMatmul& problem, const De
 }
 
 // Possible rows of a block in ragged products of qmm_sm90_stream.
-constexpr int kStreamBlocks[] = {1, 8, 16, 32};
+constexpr int kStreamBlocks[] = {1, 8, 16, 32}, kCommonBlock = 8;
 
 // Maximum experts of a ragged product, whose table is in shared memory.
 constexpr int64_t kMaxExperts = 512;
@@ -115,7 +115,7 @@ Support SupportsRagged(const QuantizedMatmul& problem, const Device& device) {
   if (!device.can_compile()) {
     return {"kernels for rows in groups are compiled where they run, and there is no compiler"};
   }
-  const QuantizedMatmul blocks = BlocksOf(problem, kStreamBlocks[0]);
+  const QuantizedMatmul blocks = BlocksOf(problem, kCommonBlock);
   const Support support = Supports(blocks, device);
   if (!support) return support;
   for (Kernel kernel : {Kernel::kQmmSm90Stream, Kernel::kQmmSm90}) {
@@ -159,7 +159,13 @@ Choice SelectRagged(const QuantizedMatmul& problem, const Device& device) {
   });
   for (const Choice& choice : choices) {
     if (choice.peers > 1 || choice.split_k > 1) continue;
-    const QuantizedMatmul blocks = BlocksOf(problem, choice.block_m);
+    // Below about 50 rows, a tile costs what its weights cost.
+    constexpr int kWeightRows = 50;
+    const auto part = [&](int rows) {
+      return static_cast<double>(std::max(kWeightRows, sm90::Height(rows, choice.block_m))) /
+             std::max(kWeightRows, choice.block_m);
+    };
+    const QuantizedMatmul blocks = BlocksOf(problem, choice.block_m, part);
     if (Supports(choice, blocks, device, 0)) consider(choice, Cost(blocks, device, choice));
   }
   return best;
@@ -259,7 +265,7 @@ Support Supports(const QuantizedMatmul& problem, const Device& device) {
 Support Supports(Kernel kernel, const QuantizedMatmul& problem, const Device& device) {
   if (problem.is_ragged()) {
     if (kernel == Kernel::kQmmSm80) return {"its rows have no groups"};
-    return Supports(kernel, BlocksOf(problem, kStreamBlocks[0]), device);
+    return Supports(kernel, BlocksOf(problem, kCommonBlock), device);
   }
   Support support = Supports(problem, device);
   if (support && Is8Bit(problem.lhs) && kernel != Kernel::kQmmSm90) {

@@ -38,7 +38,9 @@ struct Ragged {
   const bool& gated;
 
   __device__ int Rows(int /*element*/) const { return end - first; }
-  __device__ bool Has(int /*element*/, int m) const { return m >= begin - first && m < end - first; }
+  __device__ bool Has(int /*element*/, int m) const {
+    return m >= begin - first && m < end - first;
+  }
   __device__ int64_t Row(int /*element*/, int m) const { return first + m; }
   __device__ int Position(int element, int strip = 0) const {
     return kMayBeGated && gated && strip % 2 ? UpPosition(element) : expert;

@@ -142,8 +142,7 @@ __device__ void Consume(const Params& p, const Share& share, Memory memory) {
   if constexpr (I::kLhsPath == LhsPath::kGathers) GatherLhs(p, share, memory);
   if constexpr (I::kLhsPath != LhsPath::kStages) {
     const int atoms = share.atom_end - share.atom_begin;
-    gathered_end =
-        Opaque(memory.base + p.plan.gathered + atoms * consumer.multiplier.LhsBytes());
+    gathered_end = Opaque(memory.base + p.plan.gathered + atoms * consumer.multiplier.LhsBytes());
   }
   int number = 0;
   for (int tile = share.slice_begin; tile < share.slice_end; tile += p.plan.tile_slices) {

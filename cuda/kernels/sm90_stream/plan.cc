@@ -97,7 +97,8 @@ Plan PlanOf(const QuantizedMatmul& problem, int cluster_ctas, int slices, int ct
   const bool exclusive = ctas_per_sm == 1;
   const bool leaves_room = plan.ring + kExclusiveStages * plan.slot_bytes <= kExclusiveBytes;
   const int bytes = exclusive && leaves_room ? kExclusiveBytes : Sm90SharedBytes(ctas_per_sm);
-  plan.num_stages = std::min({problem.of_blocks ? kMaxRaggedStages : kMaxStages, (bytes - plan.ring) / plan.slot_bytes,
+  plan.num_stages = std::min({problem.of_blocks ? kMaxRaggedStages : kMaxStages,
+                              (bytes - plan.ring) / plan.slot_bytes,
                               std::max(2, kMaxPackedBytes / plan.bytes.packed)});
   if (plan.lhs_path == LhsPath::kRounds && gathered_bytes > kMaxGatheredBytes) plan.num_stages = 0;
   plan.shared_bytes = exclusive ? bytes : plan.ring + plan.num_stages * plan.slot_bytes;

@@ -27,7 +27,8 @@ class ClusterReducer {
   // Called by one thread, before the tile's partial sums can be complete.
   __device__ void Expect(int slices) const {
     if (UsesPlainStores()) return;
-    ArriveExpecting(memory_.partials_full(Buffer()), Owned(slices) * senders_ * I::kTiles * kFragmentBytes);
+    ArriveExpecting(memory_.partials_full(Buffer()),
+                    Owned(slices) * senders_ * I::kTiles * kFragmentBytes);
   }
 
   // Sends a warp's partial sums of slice `slice` of the tile, of part `part` of the stages.
@@ -237,7 +238,8 @@ class ClusterReducer {
 
   // The address of this lane's part of a fragment.
   __device__ uint32_t Fragment(int slice, int sender, int tile) const {
-    return memory_.partials(p_.plan, Buffer()) + ((slice * senders_ + sender) * I::kTiles + tile) * kFragmentBytes +
+    return memory_.partials(p_.plan, Buffer()) +
+           ((slice * senders_ + sender) * I::kTiles + tile) * kFragmentBytes +
            threadIdx.x % 32 * 16;
   }
 
