@@ -383,8 +383,8 @@ def _differences(
                 times.get((shape, name, backend, format, count), {}).get("us")
                 for name in (part, "moe")
             )
-            both = own is not None and whole is not None
-            found.setdefault(key, []).append(whole - own if both else None)
+            rest = None if whole is None or own is None else whole - own
+            found.setdefault(key, []).append(rest)
     return found
 
 

@@ -152,7 +152,7 @@ def moe(
     down_bias: Array | None,
     offset: Array,
     *,
-    activation: str,
+    activation: str | None,
     out_dtype: jnp.dtype,
     accumulate_float16: bool,
 ) -> Array:

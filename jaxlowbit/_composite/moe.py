@@ -153,11 +153,12 @@ class _Moe(RaggedCall):
         )
 
     def _cuda(self, *operands: Array) -> tuple[Array, ...]:
-        rows, weights, others = self.named(operands)
+        (x, expert, weight), (gate_up, down), others = self.named(operands)
+        gate_up_bias, down_bias, offset = others
         out = cuda_calls.moe(
-            *(*rows, *weights, *others),
+            *(x, expert, weight, gate_up, down, gate_up_bias, down_bias, offset),
             activation=self.activation,
-            out_dtype=self.options.out_dtype(rows[0]),
+            out_dtype=self.options.out_dtype(x),
             accumulate_float16=self.options.accumulate_float16,
         )
         return (out,)

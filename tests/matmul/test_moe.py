@@ -184,7 +184,10 @@ def test_one_call_on_hopper(monkeypatch):
     monkeypatch.setattr(Target, "of", classmethod(lambda *_: hopper))
 
     def steps(*rows: Any, **options: Any) -> list[Any]:
-        f = jax.jit(lambda *rows: quantized_moe(*rows, GATE_UP, DOWN, **BIASES, **options))
+        def product(x: Any, expert: Any, weight: Any) -> Any:
+            return quantized_moe(x, expert, weight, GATE_UP, DOWN, **BIASES, **options)
+
+        f = jax.jit(product)
         return described(f.trace(*rows).lower(lowering_platforms=("cuda",)).as_text())
 
     x, kind = X.astype(jnp.bfloat16), ffi.STEP_FIELDS.index("kind")
