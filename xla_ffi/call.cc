@@ -163,7 +163,10 @@ ffi::Error Attributes::Decode(std::vector<Product>* products, std::vector<Step>*
     error = CheckNumbers("step", DecodeStep(of_steps.begin() + i * kStepNumbers, &step));
     if (error.failure()) return error;
     const auto count = static_cast<int64_t>(products->size());
-    if (step.kind != StepKind::kMultiply && step.kind != StepKind::kRound) continue;
+    if (step.kind != StepKind::kMultiply && step.kind != StepKind::kRound &&
+        step.kind != StepKind::kGroup) {
+      continue;
+    }
     if (step.kind == StepKind::kRound && step.to != ElementType::kInt8 &&
         step.to != ElementType::kE4m3) {
       return InvalidArgument("a step rounds to " + TypeName(TypeOf(step.to)) +

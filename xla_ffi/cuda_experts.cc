@@ -3,6 +3,7 @@
 #include "xla_ffi/cuda_experts.h"
 
 #include <string>
+#include <utility>
 
 #include "cuda/ops/combine_choices.h"
 #include "cuda/ops/group_choices.h"
@@ -10,11 +11,35 @@
 namespace jaxlowbit {
 namespace {
 
+// The memory of each expert, [experts, bytes], by address.
+struct MemoryAddress {
+  Address data;
+  int64_t bytes;
+};
+
+// The weights of ragged products, in the order in which they are read.
+std::vector<MemoryAddress> MemoriesOf(const std::vector<PlannedProduct>& products) {
+  std::vector<MemoryAddress> memories;
+  for (const auto& [p, b] : products) {
+    const int64_t values = GroupValues(p);
+    const MemoryAddress of_weight[] = {{b.packed, PackedBytes(p)},
+                                       {b.scale, values * p.scale_bytes()},
+                                       {b.zero, values * p.zero_bytes()}};
+    for (const auto& [data, bytes] : of_weight) {
+      for (int64_t i = 0; i < p.weights_per_element() && bytes > 0; ++i) {
+        memories.push_back({Offset(data, i * p.experts() * bytes), bytes});
+      }
+    }
+  }
+  return memories;
+}
+
 class GroupStep final : public LoadedStep {
  public:
   // The pointers of `group` are not set.
-  GroupStep(const GroupChoices& group, const ExpertAddresses& addresses)
-      : group_(group), at_(addresses) {}
+  GroupStep(const GroupChoices& group, const ExpertAddresses& addresses,
+            std::vector<MemoryAddress> memories)
+      : group_(group), at_(addresses), memories_(std::move(memories)) {}
 
   cudaError_t Run(void* const* pointers, cudaStream_t stream) const override {
     GroupChoices group = group_;
@@ -24,12 +49,16 @@ class GroupStep final : public LoadedStep {
     group.sizes = static_cast<int32_t*>(PointerTo(at_.sizes, pointers));
     group.place = static_cast<int32_t*>(PointerTo(at_.place, pointers));
     group.rows = PointerTo(at_.out, pointers);
+    for (size_t i = 0; i < memories_.size(); ++i) {
+      group.memories[i] = {PointerTo(memories_[i].data, pointers), memories_[i].bytes};
+    }
     return LaunchGroupChoices(group, stream);
   }
 
  private:
   const GroupChoices group_;
   const ExpertAddresses at_;
+  const std::vector<MemoryAddress> memories_;
 };
 
 class CombineStep final : public LoadedStep {
@@ -77,7 +106,8 @@ ffi::Error CheckBuffer(const std::string& name, const ffi::AnyBuffer& buffer, ff
 
 }  // namespace
 
-ffi::Error LoadGroup(const Call& call, const Step& step, const ExpertAddresses& addresses, bool pdl,
+ffi::Error LoadGroup(const Call& call, const Step& step, const ExpertAddresses& addresses,
+                     const std::vector<PlannedProduct>& products, bool pdl,
                      std::unique_ptr<const LoadedStep>* loaded) {
   for (int64_t place : {step.x, step.expert, step.sizes, step.place, step.out}) {
     if (place == 0) return InvalidArgument("a grouping lacks an operand or a result.");
@@ -111,7 +141,15 @@ ffi::Error LoadGroup(const Call& call, const Step& step, const ExpertAddresses& 
   if (error.failure()) return error;
   const GroupChoices group = {static_cast<int>(tokens), static_cast<int>(top),
                               static_cast<int>(sizes.dimensions()[0]), columns, pdl};
-  *loaded = std::make_unique<GroupStep>(group, addresses);
+  for (const PlannedProduct& product : products) {
+    if (product.problem.is_ragged() && product.problem.experts() == group.experts) continue;
+    return InvalidArgument("a product of grouped rows has other experts than its groups.");
+  }
+  std::vector<MemoryAddress> memories = MemoriesOf(products);
+  if (memories.size() > kMaxExpertMemories) {
+    return InvalidArgument("more than two products multiply grouped rows.");
+  }
+  *loaded = std::make_unique<GroupStep>(group, addresses, std::move(memories));
   return error;
 }
 

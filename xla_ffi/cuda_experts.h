@@ -4,6 +4,7 @@
 #pragma once
 
 #include <memory>
+#include <vector>
 
 #include "cuda/launch.h"
 #include "xla_ffi/call.h"
@@ -15,8 +16,10 @@ struct ExpertAddresses {
   Address x, scales, out, expert, offset, sizes, place;
 };
 
-// Check the buffers of a step and load it. `pdl`: the previous kernel in the stream belongs to the call.
-ffi::Error LoadGroup(const Call& call, const Step& step, const ExpertAddresses& addresses, bool pdl,
+// Check the buffers of a step and load it. `products`: of the grouped rows, in order. `pdl`: the previous kernel in the
+// stream belongs to the call.
+ffi::Error LoadGroup(const Call& call, const Step& step, const ExpertAddresses& addresses,
+                     const std::vector<PlannedProduct>& products, bool pdl,
                      std::unique_ptr<const LoadedStep>* loaded);
 ffi::Error LoadCombine(const Call& call, const Step& step, const ExpertAddresses& addresses,
                        std::unique_ptr<const LoadedStep>* loaded);

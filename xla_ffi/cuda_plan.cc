@@ -504,7 +504,9 @@ class Sequence {
                                        AddressAt(step.place)};
     const bool groups = step.kind == StepKind::kGroup;
     std::unique_ptr<const LoadedStep> loaded;
-    const ffi::Error error = groups ? LoadGroup(call_, step, addresses, started_, &loaded)
+    const auto first = products_.begin() + (groups ? step.first : 0);
+    const std::vector<PlannedProduct> products(first, first + (groups ? step.count : 0));
+    const ffi::Error error = groups ? LoadGroup(call_, step, addresses, products, started_, &loaded)
                                     : LoadCombine(call_, step, addresses, &loaded);
     started_ = true;
     if (error.success()) {

@@ -176,6 +176,35 @@ bool IsCorrect(const Problem& p, int shift, int turn) {
   }
 }
 
+float Time(const std::function<void(int call, cudaStream_t)>& enqueue) {
+  const auto calls = [&](cudaStream_t stream) {
+    for (int i = 0; i < kCalls; ++i) enqueue(i, stream);
+  };
+  return TimeReplays(calls, kWarmUps, kReplays) / kCalls;
+}
+
+// Times the first kernel of one token that chooses 8 experts, without and with the prefetch of their weights, which no
+// call finds in L2. The kernel need not wait for them.
+void TimePrefetch() {
+  constexpr int64_t kExpertBytes =
+      3 * 2048 * 768 / 128 * 66;  // 4 bits, and a scale of 16 bits for 128
+  const Shape shape = {1, 8, 8, 2048};
+  const Problem problem(shape, Kind::kAll, 0, 1);
+  const Buffers b(problem, 0);
+  const DeviceBuffer weights(kCalls * shape.experts * kExpertBytes);
+  Check(cudaMemset(weights.data(), 0, weights.bytes()), "cudaMemset");
+  for (int64_t bytes : {int64_t{0}, kExpertBytes}) {
+    const float us = Time([&](int call, cudaStream_t stream) {
+      GroupChoices group = b.group;
+      group.memories[0] = {static_cast<char*>(weights.data()) + call * shape.experts * bytes,
+                           bytes};
+      Check(LaunchGroupChoices(group, stream), "LaunchGroupChoices");
+    });
+    std::printf("1 token, 8 experts of %7d bytes prefetched: group %7.2f us\n",
+                static_cast<int>(bytes), us);
+  }
+}
+
 }  // namespace
 
 std::pair<int, int> CheckExperts(uint64_t stride) {
@@ -204,6 +233,7 @@ std::pair<int, int> CheckExperts(uint64_t stride) {
 }
 
 void TimeExperts() {
+  TimePrefetch();
   const Shape shapes[] = {{1, 8, 128, 2048}, {1, 2, 8, 4096}, {1, 4, 128, 2880}};
   for (Shape shape : shapes) {
     for (int tokens : {1, 4, 16, 64, 256, 1024, 4096}) {
@@ -220,20 +250,15 @@ void TimeExperts() {
       combine.place = b.group.place;
       combine.weight = weight.data();
       combine.out = out.data();
-      const auto time = [](const std::function<void(cudaStream_t)>& call) {
-        const auto calls = [&](cudaStream_t stream) {
-          for (int i = 0; i < kCalls; ++i) call(stream);
-        };
-        return TimeReplays(calls, kWarmUps, kReplays) / kCalls;
-      };
-      const auto group = [&](cudaStream_t stream) {
+      const auto group = [&](int, cudaStream_t stream) {
         Check(LaunchGroupChoices(b.group, stream), "LaunchGroupChoices");
       };
-      const auto combines = [&](cudaStream_t stream) {
+      const auto combines = [&](int, cudaStream_t stream) {
         Check(LaunchCombineChoices(combine, stream), "LaunchCombineChoices");
       };
-      const float of_group = time(group), of_combine = time(combines);
-      const float of_both = time([&](cudaStream_t stream) { group(stream), combines(stream); });
+      const float of_group = Time(group), of_combine = Time(combines);
+      const float of_both =
+          Time([&](int call, cudaStream_t stream) { group(call, stream), combines(call, stream); });
       std::printf(
           "%5d tokens, %d of %3d experts, %4d columns: group %7.2f us, combine %7.2f us, in turn "
           "%7.2f us\n",

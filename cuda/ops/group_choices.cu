@@ -4,10 +4,12 @@
 // do not depend on the order of threads.
 //
 // Up to kMaxCompared choices: one kernel, in which a CTA compares its choice with all choices and copies its row.
-// Bound: the latency of two loads and a store. The row is loaded while choices are compared.
+// Bound: the latency of two loads and a store. The row is loaded while choices are compared. More CTAs prefetch the
+// weights of the chosen experts to L2, which the products cannot load before the choices are sorted.
 // More choices: a CTA per expert finds the places of its choices in two passes over all of them, then a CTA per token
 // copies its row to all of its places. Bound: memory, for the copies.
 
+#include <algorithm>
 #include <climits>
 
 #include "cuda/device/pdl.cuh"
@@ -24,6 +26,10 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kRankThreads = 1024;  // per expert
 constexpr int kRankWarps = kRankThreads / 32;
 static_assert(kRankWarps == 32);
+
+constexpr int kPrefetchCtas = 128;  // about, over all choices
+constexpr int kPrefetchBytes = 4096;
+constexpr int64_t kMaxPrefetchedBytes = 20 << 20;  // of the 25 MB of L2 near each SM
 
 // The numbers of local experts, [first, first + experts), without those below 0.
 class LocalExperts {
@@ -101,13 +107,34 @@ __device__ void StoreSizes(const GroupChoices& p, int own, const Order& order) {
   }
 }
 
-// One CTA per choice. Unit: a row consists of whole units.
+__device__ void PrefetchToL2(const char* data, uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;\n" ::"l"(data), "r"(bytes) : "memory");
+#endif
+}
+
+// Prefetches a share of the memory of the expert of a choice.
+__device__ void PrefetchExpert(const GroupChoices& p, int choice, int share, int shares) {
+  const int own = LocalExperts(p).Position(p.expert[choice]);
+  if (own == p.experts) return;
+  const int64_t first = int64_t{kPrefetchBytes} * (threadIdx.x * shares + share);
+  for (const ExpertMemory& memory : p.memories) {
+    const char* data = static_cast<const char*>(memory.data) + own * memory.bytes;
+    for (int64_t i = first; i < memory.bytes; i += int64_t{kPrefetchBytes} * kThreads * shares) {
+      PrefetchToL2(data + i, static_cast<uint32_t>(min(memory.bytes - i, int64_t{kPrefetchBytes})));
+    }
+  }
+}
+
+// CTAs (i, 0) group choice i, the others prefetch. Unit: a row consists of whole units.
 template <typename Unit>
-__global__ void __launch_bounds__(kThreads) GroupKernel(const GroupChoices p, int units) {
+__global__ void __launch_bounds__(kThreads)
+    GroupKernel(const __grid_constant__ GroupChoices p, int units) {
   constexpr int kAhead = 4;  // units per thread that are loaded before the place is known
   LaunchDependents();
   WaitForPreviousKernels();
   const int choice = blockIdx.x;
+  if (blockIdx.y > 0) return PrefetchExpert(p, choice, blockIdx.y - 1, gridDim.y - 1);
   const Unit* from = static_cast<const Unit*>(p.x) + int64_t{choice / p.top} * units;
   Unit ahead[kAhead];
 #pragma unroll
@@ -134,7 +161,7 @@ __global__ void __launch_bounds__(kThreads) GroupKernel(const GroupChoices p, in
 }
 
 // One CTA per local expert, and one for the choices of other experts. Each warp has a range of choices.
-__global__ void __launch_bounds__(kRankThreads) RankKernel(const GroupChoices p) {
+__global__ void __launch_bounds__(kRankThreads) RankKernel(const __grid_constant__ GroupChoices p) {
   __shared__ int2 of_warps[kRankWarps];
   LaunchDependents();
   WaitForPreviousKernels();
@@ -172,7 +199,8 @@ __global__ void __launch_bounds__(kRankThreads) RankKernel(const GroupChoices p)
 
 // One CTA per token, after RankKernel.
 template <typename Unit>
-__global__ void __launch_bounds__(kThreads) CopyRowsKernel(const GroupChoices p, int units) {
+__global__ void __launch_bounds__(kThreads)
+    CopyRowsKernel(const __grid_constant__ GroupChoices p, int units) {
   LaunchDependents();
   WaitForPreviousKernels();
   const Unit* from = static_cast<const Unit*>(p.x) + int64_t{blockIdx.x} * units;
@@ -186,12 +214,26 @@ __global__ void __launch_bounds__(kThreads) CopyRowsKernel(const GroupChoices p,
   }
 }
 
+// CTAs per choice that prefetch.
+int PrefetchShares(const GroupChoices& group) {
+  const int64_t choices = int64_t{group.tokens} * group.top;
+  int64_t bytes = 0;
+  for (const ExpertMemory& memory : group.memories) {
+    if (!IsAligned(memory.data) || memory.bytes % kAlignment != 0) return 0;
+    bytes += memory.bytes;
+  }
+  const bool fits = bytes > 0 && choices * bytes <= kMaxPrefetchedBytes;
+  return fits ? static_cast<int>(std::max<int64_t>(kPrefetchCtas / choices, 1)) : 0;
+}
+
 template <typename Unit>
 cudaError_t Launch(const GroupChoices& group, cudaStream_t stream) {
   const int units = static_cast<int>(group.columns * 2 / static_cast<int64_t>(sizeof(Unit)));
   const int choices = group.tokens * group.top;
   if (choices <= kMaxCompared) {
-    const LaunchConfig launch(choices, kThreads, 0, stream, group.pdl);
+    const dim3 grid(static_cast<unsigned>(choices),
+                    static_cast<unsigned>(1 + PrefetchShares(group)));
+    const LaunchConfig launch(grid, kThreads, 0, stream, group.pdl);
     return cudaLaunchKernelEx(&launch.config, GroupKernel<Unit>, group, units);
   }
   const LaunchConfig rank(group.experts + 1, kRankThreads, 0, stream, group.pdl);

@@ -173,8 +173,17 @@ def moe(
     hidden = calls.result((1, tokens * top, down.k), x.dtype)
     results = calls.result((1, tokens * top, down.n), jnp.float32)
     shared: dict[str, Any] = {"lhs": x.dtype, "accumulate_float16": accumulate_float16}
+    products = [
+        _add_ragged(calls, *operands, **shared)
+        for operands in (
+            (gate_up, grouped, hidden, sizes, None, gate_up_bias, activation),
+            (down, hidden, results, sizes, None, down_bias, None),
+        )
+    ]
     calls.step(
         "group",
+        first=products[0],
+        count=len(products),
         x=x_at,
         expert=expert_at,
         offset=calls.operand(offset.reshape(1)),
@@ -182,11 +191,8 @@ def moe(
         place=place,
         out=grouped,
     )
-    for step in (
-        (gate_up, grouped, hidden, sizes, None, gate_up_bias, activation),
-        (down, hidden, results, sizes, None, down_bias, None),
-    ):
-        calls.multiply(_add_ragged(calls, *step, **shared))
+    for product in products:
+        calls.multiply(product)
     calls.step("combine", x=results, place=place, scales=weight_at, out=out)
     return call.apart(calls.run()[0])[0].reshape(*rows, down.n)
 
