@@ -196,6 +196,7 @@ def test_one_call_on_hopper(monkeypatch):
     assert [step["kind"] for step in call.steps] == kinds
     group, *_, combine = call.steps
     gate_up, down = call.products
+    assert (group["first"], group["count"]) == (0, 2)
     assert call.caller == "quantized_moe" and gate_up["gated"] and not down["gated"]
     assert (group["out"], gate_up["out_at"]) == (gate_up["lhs_at"], down["lhs_at"])
     assert (down["out_at"], group["place"]) == (combine["x"], combine["place"])
