@@ -17,7 +17,7 @@ struct MemoryAddress {
   int64_t bytes;
 };
 
-// The weights of ragged products, in the order in which they are read.
+// The weights of ragged products, those of the first product first.
 std::vector<MemoryAddress> MemoriesOf(const std::vector<PlannedProduct>& products) {
   std::vector<MemoryAddress> memories;
   for (const auto& [p, b] : products) {

@@ -91,7 +91,7 @@ struct Problem {
   std::vector<uint16_t> x;
 };
 
-// The buffers of a problem; `shift`: elements by which rows of x are not aligned.
+// The buffers of a problem; x begins `shift` elements behind an aligned address.
 struct Buffers {
   explicit Buffers(const Problem& p, int shift)
       : x(ToDevice(Shifted(p.x, shift))),

@@ -3,7 +3,7 @@
 // group_choices: the stable order of choices by expert, sizes of the groups, and the rows of x in this order. Results
 // do not depend on the order of threads.
 //
-// Up to kMaxCompared choices: one kernel, in which a CTA compares its choice with all choices and copies its row.
+// Up to kMaxCompared choices: one kernel. A CTA compares its choice with all choices and copies its row.
 // Bound: the latency of two loads and a store. The row is loaded while choices are compared. More CTAs prefetch the
 // weights of the chosen experts to L2, which the products cannot load before the choices are sorted.
 // More choices: a CTA per expert finds the places of its choices in two passes over all of them, then a CTA per token
