@@ -11,6 +11,8 @@ operands on the device. Weights rotate over copies, so that no call finds its ex
 - products: `quantized_ragged_dot`, gate and up as one matrix (k, 2 hidden), and down (hidden, k),
   without an epilogue.
 - moe: `quantized_moe`, from tokens to the weighted sum; XLA computes the same in bfloat16.
+- moe products: two calls that compute its products of rows that are grouped already, in bfloat16.
+  The table shows the difference to moe as "not a product".
 """
 
 import argparse
@@ -201,6 +203,12 @@ def our_moe(x: jax.Array, operands: Any) -> jax.Array:
     return jl.quantized_moe(x, expert, weight, gate_up, down)
 
 
+def moe_products(x: jax.Array, operands: Any) -> jax.Array:
+    gate_up, down, sizes = operands
+    hidden = jl.quantized_ragged_dot(x, gate_up, sizes, activation="silu")
+    return jl.quantized_ragged_dot(hidden, down, sizes)
+
+
 def xla_moe(x: jax.Array, operands: Any) -> jax.Array:
     """Sorts, multiplies by `ragged_dot` in bfloat16, and sums."""
     gate_up, down, expert, weight = operands
@@ -231,27 +239,39 @@ def mlp_stacks(model: Model, backend: str) -> list[Any]:
     return [make(seed) for seed in range(count)]
 
 
-def moe_cell(model: Model, backend: str, tokens: int, stacks: list[Any]) -> Cell:
+def moe_cell(
+    model: Model, backend: str, tokens: int, stacks: list[Any], *, whole: bool = True
+) -> Cell:
+    """A whole MLP, or only its products."""
     format = None if backend == "xla" else parse_format(model.format)
     read = active(model, tokens) * 3 * matrix_bytes(model.k, model.hidden, format)
     count = min(len(stacks), copies(read))
+    rows = tokens * (1 if whole else model.top)
     rotated = []
     for seed in range(max(count, 4)):
         weight = jnp.full((tokens, model.top), 1 / model.top, jnp.float32)
         expert = jnp.asarray(choices(model, tokens, seed))
-        rotated.append((*stacks[seed % count], expert, weight))
-    x = jax.random.normal(jax.random.key(tokens), (tokens, model.k), jnp.bfloat16)
+        routed = (expert, weight) if whole else (sizes(model, tokens, seed),)
+        rotated.append((*stacks[seed % count], *routed))
+    x = jax.random.normal(jax.random.key(tokens), (rows, model.k), jnp.bfloat16)
     operations = 6 * tokens * model.top * model.k * model.hidden
-    return Cell(our_moe if format else xla_moe, x, rotated, read, operations)
+    call = moe_products if not whole else our_moe if format else xla_moe
+    return Cell(call, x, rotated, read, operations)
 
 
 def check_moe(cell: Cell) -> float:
-    """The error of the first token relative to 1 % of its size, or to 1 % of the largest."""
-    gate_up, down, expert, weight = cell.weights[0]
+    """The error of the first token, or row, in units of 2 % of its largest element."""
+    gate_up, down, *routed = cell.weights[0]
     got = jax.jit(cell.call)(cell.x, cell.weights[0])[0].astype(jnp.float32)
+    if cell.call is moe_products:
+        (sizes,) = routed
+        chosen = [(int(np.argmax(np.asarray(sizes) > 0)), 1.0)]
+    else:
+        expert, weight = routed
+        chosen = list(zip(map(int, expert[0]), weight[0], strict=True))
     x, want = cell.x[0].astype(jnp.float32), jnp.zeros(got.shape)
     highest = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
-    for e, factor in zip(map(int, expert[0]), weight[0], strict=True):
+    for e, factor in chosen:
         if isinstance(down, QuantizedArray):
             gate, up = gate_up[:, e].dequantize(jnp.float32)
             last = down[e].dequantize(jnp.float32)
@@ -303,6 +323,10 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 stacks = mlp_stacks(model, backend)
                 make = functools.partial(moe_cell, stacks=stacks)
                 yield from _row_of(options, row | {"part": "moe"}, model, make, check_moe)
+                if backend != "xla":
+                    make = functools.partial(make, whole=False)
+                    cells = row | {"part": "moe products"}
+                    yield from _row_of(options, cells, model, make, check_moe)
                 del make, stacks
 
 
@@ -337,7 +361,29 @@ def markdown(rows: Sequence[dict[str, Any]], tokens: Sequence[int]) -> str:
         texts = ["-" if us is None else f"{us:,.1f}" for us in cells]
         label = name[2] if name[2] == "floor" else f"{name[2]}, {name[3]}"
         lines.append(f"| {name[0]} {name[1]} | {label} | {' | '.join(texts)} |")
+    for (shape, part, backend, format), cells in _differences(times, tokens).items():
+        texts = ["-" if us is None else f"{us:,.1f}" for us in cells]
+        lines.append(f"| {shape} {part} | {backend}, {format} | {' | '.join(texts)} |")
     return "\n".join(lines) + "\n"
+
+
+def _differences(
+    times: dict[tuple[Any, ...], dict[str, Any]], tokens: Sequence[int]
+) -> dict[tuple[str, ...], list[float | None]]:
+    """The time of each MLP that is not in its products, by number of tokens."""
+    found: dict[tuple[str, ...], list[float | None]] = {}
+    for shape, part, backend, format in dict.fromkeys(key[:-1] for key in times):
+        if part != "moe products":
+            continue
+        key = shape, "not a product", backend, format
+        for count in tokens:
+            own, whole = (
+                times.get((shape, name, backend, format, count), {}).get("us")
+                for name in (part, "moe")
+            )
+            rest = None if whole is None or own is None else whole - own
+            found.setdefault(key, []).append(rest)
+    return found
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -364,7 +410,7 @@ def main(arguments: list[str] | None = None) -> None:
         rows.append(row)
         time = row["error"] if row["us"] is None else f"{row['us']:10.1f} us"
         print(
-            f"{row['shape']:14s} {row['part']:8s} {row['backend']:10s} "
+            f"{row['shape']:14s} {row['part']:12s} {row['backend']:10s} "
             f"{row['tokens']:5d} tokens {time}",
             flush=True,
         )

@@ -21,8 +21,10 @@
 #include "cuda/kernels/sm90/launch.h"
 #include "cuda/kernels/sm90_stream/launch.h"
 #include "cuda/kernels/sm90_stream/plan.h"
+#include "cuda/ops/combine_choices.h"
 #include "cuda/ops/copy.h"
 #include "cuda/ops/gather_lhs.h"
+#include "cuda/ops/group_choices.h"
 #include "cuda/ops/quantize_rows.h"
 #include "cuda/ops/reduce_splits.h"
 #include "cuda/ops/rms_norm.h"
@@ -109,6 +111,8 @@ cudaError_t Prepare(int ordinal, DeviceState& state) {
   if (error == cudaSuccess) error = PrepareGatherLhs(device);
   if (device.compute_capability == 90) {
     if (error == cudaSuccess) error = PrepareQuantizeRows();
+    if (error == cudaSuccess) error = PrepareGroupChoices();
+    if (error == cudaSuccess) error = PrepareCombineChoices();
     if (error == cudaSuccess) error = sm90::Prepare(device);
   }
   const cudaError_t restored = cudaSetDevice(current);

@@ -33,7 +33,9 @@ jax.config.update("jax_default_matmul_precision", "highest")
 jax.config.update("jax_num_cpu_devices", 8)
 
 hypothesis.settings.register_profile("default", deadline=None, derandomize=True, max_examples=200)
-hypothesis.settings.register_profile("thorough", deadline=None, max_examples=5000)
+hypothesis.settings.register_profile(
+    "thorough", deadline=None, derandomize=False, max_examples=5000
+)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 

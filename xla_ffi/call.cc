@@ -163,7 +163,10 @@ ffi::Error Attributes::Decode(std::vector<Product>* products, std::vector<Step>*
     error = CheckNumbers("step", DecodeStep(of_steps.begin() + i * kStepNumbers, &step));
     if (error.failure()) return error;
     const auto count = static_cast<int64_t>(products->size());
-    if (step.kind == StepKind::kAttend || step.kind == StepKind::kNormalize) continue;
+    if (step.kind != StepKind::kMultiply && step.kind != StepKind::kRound &&
+        step.kind != StepKind::kGroup) {
+      continue;
+    }
     if (step.kind == StepKind::kRound && step.to != ElementType::kInt8 &&
         step.to != ElementType::kE4m3) {
       return InvalidArgument("a step rounds to " + TypeName(TypeOf(step.to)) +
@@ -185,7 +188,8 @@ ffi::Error Call::CheckPlaces() const {
   };
   for (const Product& product : products) VisitPlaces(product.places, check);
   for (const Step& step : steps) {
-    for (int64_t place : {step.x, step.addend, step.scales, step.total, step.out, step.out_scale}) {
+    for (int64_t place : {step.x, step.addend, step.scales, step.total, step.out, step.out_scale,
+                          step.expert, step.offset, step.sizes, step.place}) {
       check("place of a step", place);
     }
   }

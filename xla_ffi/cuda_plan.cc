@@ -13,6 +13,7 @@
 #include "cuda/select/select.h"
 #include "xla_ffi/attend_operands.h"
 #include "xla_ffi/cuda_error.h"
+#include "xla_ffi/cuda_experts.h"
 
 namespace jaxlowbit {
 namespace {
@@ -36,6 +37,13 @@ std::vector<int64_t> PlacesRead(const Call& call, const Step& step) {
         if (place != 0) places.push_back(place);
       }
       break;
+    case StepKind::kGroup:
+    case StepKind::kCombine:
+      for (int64_t place : {step.x, step.expert, step.offset, step.scales}) {
+        if (place != 0) places.push_back(place);
+      }
+      if (step.kind == StepKind::kCombine) places.push_back(step.place);
+      break;
     case StepKind::kAttend:  // checks its own buffers
       break;
   }
@@ -46,7 +54,8 @@ std::vector<int64_t> PlacesWritten(const Call& call, const Step& step) {
   std::vector<int64_t> places;
   if (step.kind == StepKind::kAttend) return places;
   if (step.kind != StepKind::kMultiply) {
-    places = {step.total, step.out, step.out_scale};
+    places = {step.total, step.out, step.out_scale, step.sizes};
+    if (step.kind == StepKind::kGroup) places.push_back(step.place);
   } else {
     for (int64_t i = step.first; i < step.first + step.count; ++i) {
       places.push_back(call.products[i].places.out);
@@ -382,6 +391,9 @@ class Sequence {
         return Normalize(step);
       case StepKind::kAttend:
         return Attention();
+      case StepKind::kGroup:
+      case StepKind::kCombine:
+        return GroupOrCombine(step);
     }
     return ffi::Error::Success();
   }
@@ -483,6 +495,25 @@ class Sequence {
     Add(std::make_unique<NormalizeStep>(norm, addresses, *target_.device),
         "launching the normalization");
     return ffi::Error::Success();
+  }
+
+  ffi::Error GroupOrCombine(const Step& step) {
+    const ExpertAddresses addresses = {AddressAt(step.x),      AddressAt(step.scales),
+                                       AddressAt(step.out),    AddressAt(step.expert),
+                                       AddressAt(step.offset), AddressAt(step.sizes),
+                                       AddressAt(step.place)};
+    const bool groups = step.kind == StepKind::kGroup;
+    std::unique_ptr<const LoadedStep> loaded;
+    const auto first = products_.begin() + (groups ? step.first : 0);
+    const std::vector<PlannedProduct> products(first, first + (groups ? step.count : 0));
+    const ffi::Error error = groups ? LoadGroup(call_, step, addresses, products, started_, &loaded)
+                                    : LoadCombine(call_, step, addresses, &loaded);
+    started_ = true;
+    if (error.success()) {
+      Add(std::move(loaded),
+          groups ? "launching the grouping of choices" : "launching the sum of choices");
+    }
+    return error;
   }
 
   ffi::Error Attention() {

@@ -14,9 +14,10 @@
 
 namespace jaxlowbit {
 
-enum class StepKind { kMultiply, kRound, kNormalize, kAttend };
+enum class StepKind { kMultiply, kRound, kNormalize, kAttend, kGroup, kCombine };
 
-inline constexpr const char* kStepKindNames[] = {"multiply", "round", "normalize", "attend"};
+inline constexpr const char* kStepKindNames[] = {"multiply", "round", "normalize",
+                                                 "attend",   "group", "combine"};
 
 // The 8-bit type that a rounding step produces.
 constexpr Rounding RoundingTo(ElementType to) {

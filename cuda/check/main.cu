@@ -10,6 +10,7 @@
 //                           (none, table, e2m1, e4m3, e5m2), LHS (int8, e4m3): only these
 //   driver placed           times products with overlapping or unaligned buffers
 //   driver attend [STRIDE]  checks and times attention; with STRIDE, only checks every STRIDE-th case
+//   driver experts [STRIDE] the same for the kernels around products of experts
 //   driver exchange [GPUS]  checks and times the addition of rows over 2 up to GPUS (all) GPUs
 //   driver sweep            checks real layer shapes with every m of the sweep
 //   driver time [options]   checks a sample of the result, then prints microseconds per call with cold
@@ -51,6 +52,7 @@
 #include "cuda/check/time_attend.h"
 #include "cuda/check/time_choices.h"
 #include "cuda/check/time_exchange.h"
+#include "cuda/check/time_experts.h"
 #include "cuda/jit/compiler.h"
 #include "cuda/kernels/instance_key.h"
 #include "cuda/kernels/loaded.h"
@@ -370,7 +372,7 @@ std::vector<float> Time(const QuantizedMatmul& problem, const DeviceProblem& dat
   std::fprintf(
       stderr,
       "driver: %s. Use: driver check [STRIDE [BITS [CODEBOOK [LHS]]]] | sweep | placed | attend "
-      "[STRIDE] | "
+      "[STRIDE] | experts [STRIDE] | "
       "time | choices "
       "[--n N,... --k K,...] [--m M,M,...] [--bits B] [--group G] [--zero] [--float-zero] "
       "[--codebook C] [--scale S] [--lhs int8|e4m3] [--integers] "
@@ -609,7 +611,7 @@ TimeOptions Parse(int argc, char** argv) {
 int Main(int argc, char** argv) {
   const std::string command = argc > 1 ? argv[1] : "";
   const char* const commands[] = {"check",  "sweep",  "time",    "choices",
-                                  "placed", "attend", "exchange"};
+                                  "placed", "attend", "experts", "exchange"};
   if (std::find(std::begin(commands), std::end(commands), command) == std::end(commands)) {
     Usage("no command");
   }
@@ -618,10 +620,12 @@ int Main(int argc, char** argv) {
     TimePlaced();
     return 0;
   }
-  if (command == "attend") {
-    const auto [correct, wrong] = CheckAttend(argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1);
+  if (command == "attend" || command == "experts") {
+    const bool attends = command == "attend";
+    const auto check = attends ? CheckAttend : CheckExperts;
+    const auto [correct, wrong] = check(argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1);
     std::printf("%d passed, %d failed\n", correct, wrong);
-    if (argc == 2) TimeAttend();
+    if (argc == 2) (attends ? TimeAttend : TimeExperts)();
     return wrong == 0 ? 0 : 1;
   }
   if (command == "exchange") {

@@ -215,8 +215,8 @@ class Call:
     def step(self, kind: str, **fields: Any) -> None:
         """Appends a step (`xla_ffi/call.def`)."""
         self._steps.append(ffi.step(kind=kind, **fields))
-        names = ("x", "addend", "scales", "total", "out", "out_scale")
-        self._used |= {fields.get(name, 0) for name in names}
+        numbers = ("first", "count", "to")
+        self._used |= {place for name, place in fields.items() if name not in numbers}
 
     def multiply(self, *products: int) -> None:
         """Appends a step that multiplies consecutive products."""

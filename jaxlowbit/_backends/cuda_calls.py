@@ -142,6 +142,61 @@ def _add_ragged(
     )
 
 
+def moe(
+    x: Array,
+    expert: Array,
+    weight: Array,
+    gate_up: QuantizedArray,
+    down: QuantizedArray,
+    gate_up_bias: Array | None,
+    down_bias: Array | None,
+    offset: Array,
+    *,
+    activation: str | None,
+    out_dtype: jnp.dtype,
+    accumulate_float16: bool,
+) -> Array:
+    """`quantized_moe`, (..., n), as one CUDA custom call.
+
+    Its first kernel sorts the choices and copies their rows, its last one adds the choices of each
+    token.
+    """
+    rows, k = x.shape[:-1], x.shape[-1]
+    tokens, top = math.prod(rows), expert.shape[-1]
+    calls, choices = Call("quantized_moe"), (tokens, top)
+    arrays = (x.reshape(1, tokens, k), expert.reshape(choices), weight.reshape(choices))
+    x_at, expert_at, weight_at = map(calls.operand, call.apart(*arrays))
+    out = calls.result((1, tokens, down.n), out_dtype)
+    sizes = calls.result((down.shape[0],), jnp.int32)
+    place = calls.result(choices, jnp.int32)
+    grouped = calls.result((1, tokens * top, k), x.dtype)
+    hidden = calls.result((1, tokens * top, down.k), x.dtype)
+    results = calls.result((1, tokens * top, down.n), jnp.float32)
+    shared: dict[str, Any] = {"lhs": x.dtype, "accumulate_float16": accumulate_float16}
+    products = [
+        _add_ragged(calls, *operands, **shared)
+        for operands in (
+            (gate_up, grouped, hidden, sizes, None, gate_up_bias, activation),
+            (down, hidden, results, sizes, None, down_bias, None),
+        )
+    ]
+    calls.step(
+        "group",
+        first=products[0],
+        count=len(products),
+        x=x_at,
+        expert=expert_at,
+        offset=calls.operand(offset.reshape(1)),
+        sizes=sizes,
+        place=place,
+        out=grouped,
+    )
+    for product in products:
+        calls.multiply(product)
+    calls.step("combine", x=results, place=place, scales=weight_at, out=out)
+    return call.apart(calls.run()[0])[0].reshape(*rows, down.n)
+
+
 def unsupported_ragged(lhs: Any, rhs: QuantizedArray, activation: str | None) -> str | None:
     """Returns None if Hopper kernels multiply rows in groups of this dtype, else the reason."""
     if rhs.index is not None or rhs.packed.shape[0] == 0:

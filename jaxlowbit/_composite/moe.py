@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,15 +10,24 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from .._backends import cuda_calls
+from .._backends.target import Target
 from .._core import checks, explicit, indexing
 from .._core.array import QuantizedArray
 from .._core.dtypes import FLOATS
 from .._core.explicit import Sharding
 from .._matmul import epilogue
-from .._matmul.call import Call, run
+from .._matmul.call import Rows, Weights, first, run
 from .._matmul.epilogue import GatedActivation
 from .._matmul.options import Backend, Options
-from .ragged_dot import check_activation, check_rows, checked_offset, matrix, ragged_dot
+from .ragged_dot import (
+    RaggedCall,
+    check_activation,
+    check_rows,
+    checked_offset,
+    matrix,
+    ragged_dot,
+)
 
 
 def quantized_moe(
@@ -123,25 +133,44 @@ def _moe(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Moe(Call):
+class _Moe(RaggedCall):
     """The MLPs of experts. Rows are x, experts and weights of the choices; others are the biases of
     both products and the group offset."""
 
-    activation: str
-    dtype: Any  # 8-bit dtype of rows before each product; None: not rounded
-
     @property
     def custom_calls(self) -> Mapping[str, Callable[..., tuple[Array, ...]]]:
-        return {}
+        return {"cuda": self._cuda}
+
+    def unsupported(self, rows: Rows, weights: Weights, target: Target) -> str | None:
+        x, expert, _ = rows
+        choices = math.prod(expert.shape)
+        products = zip(weights, (self.activation, None), strict=True)
+        return first(
+            self.unsupported_product(
+                jax.ShapeDtypeStruct((choices, weight.k), x.dtype), weight, activation, target
+            )
+            for weight, activation in products
+        )
+
+    def _cuda(self, *operands: Array) -> tuple[Array, ...]:
+        (x, expert, weight), (gate_up, down), others = self.named(operands)
+        gate_up_bias, down_bias, offset = others
+        out = cuda_calls.moe(
+            *(x, expert, weight, gate_up, down, gate_up_bias, down_bias, offset),
+            activation=self.activation,
+            out_dtype=self.options.out_dtype(x),
+            accumulate_float16=self.options.accumulate_float16,
+        )
+        return (out,)
 
     def composition(self, *operands: Array) -> tuple[Array, ...]:
         (x, expert, weight), (gate_up, down), (gate_up_bias, down_bias, offset) = self.named(
             operands
         )
         experts, top, tokens = down.shape[0], expert.shape[-1], x.reshape(-1, x.shape[-1])
-        first = jnp.clip(offset, -experts, jnp.iinfo(jnp.int32).max - experts)
-        here = (expert >= jnp.maximum(first, 0)) & (expert < first + experts)
-        local = jnp.where(here, expert - first, experts).reshape(-1)
+        origin = jnp.clip(offset, -experts, jnp.iinfo(jnp.int32).max - experts)
+        here = (expert >= jnp.maximum(origin, 0)) & (expert < origin + experts)
+        local = jnp.where(here, expert - origin, experts).reshape(-1)
         place = _places(local)
         order = _inverse(place)
         every = jnp.arange(experts, dtype=jnp.int32)

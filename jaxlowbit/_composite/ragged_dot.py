@@ -129,15 +129,32 @@ def ragged_dot(
 
 
 @dataclasses.dataclass(frozen=True)
-class _RaggedDot(Call):
+class RaggedCall(Call):
+    """A call of products of rows in groups."""
+
+    activation: str | None
+    dtype: Any  # 8-bit dtype of rows before each product; None: not rounded
+
+    def unsupported_product(
+        self, lhs: Any, rhs: QuantizedArray, activation: str | None, target: Target
+    ) -> str | None:
+        """Returns None if the kernels of a target compute this product, else the reason."""
+        if self.dtype is not None:
+            return "activations have 8 bits"
+        if not target.is_only(HOPPER):
+            return "only kernels of Hopper multiply rows in groups"
+        reason = Call.unsupported(self, (lhs,), (rhs,), target)
+        return reason or cuda_calls.unsupported_ragged(lhs, rhs, activation)
+
+
+@dataclasses.dataclass(frozen=True)
+class _RaggedDot(RaggedCall):
     """Rows in groups times a stack; the rows of its operands are the leaves of lhs.
 
     Others are group sizes int32 (groups,), the group offset int32 () and the bias, if there is one.
     """
 
     lhs: Any  # the tree of lhs, which may be QuantizedActivations
-    activation: str | None
-    dtype: Any
     counted: bool = True  # whether the loop over blocks ends at the last block with rows
 
     @property
@@ -145,12 +162,9 @@ class _RaggedDot(Call):
         return {"cuda": self._cuda}
 
     def unsupported(self, rows: Rows, weights: Weights, target: Target) -> str | None:
-        if len(rows) > 1 or self.dtype is not None:
+        if len(rows) > 1:
             return "activations have 8 bits"
-        if not target.is_only(HOPPER):
-            return "only kernels of Hopper multiply rows in groups"
-        reason = super().unsupported(rows, weights, target)
-        return reason or cuda_calls.unsupported_ragged(rows[0], weights[0], self.activation)
+        return self.unsupported_product(rows[0], weights[0], self.activation, target)
 
     def _cuda(self, *operands: Array) -> tuple[Array, ...]:
         (lhs,), (rhs,), (sizes, offset, bias) = self.named(operands)

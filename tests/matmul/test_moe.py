@@ -8,13 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import dequantize, quantize
+from helpers import dequantize, described, quantize
 from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import AxisType
 from meshes import assert_close, put
 
 from jaxlowbit import INT4, MXFP4, Format, quantized_moe
+from jaxlowbit._backends.extension import ffi
+from jaxlowbit._backends.target import Target
 from jaxlowbit._composite import moe as moe_module
 
 P = jax.P
@@ -173,6 +175,40 @@ def test_gradients_and_vmap():
     assert_close(
         got, np.stack([wanted(x, e, w, GATE_UP, DOWN) for x, e, w in zip(*rows, strict=True)])
     )
+
+
+@pytest.mark.usefixtures("cuda")
+def test_one_call_on_hopper(monkeypatch):
+    """Each step reads the results of the step in front of it."""
+    hopper = Target("cuda", frozenset({90}))
+    monkeypatch.setattr(Target, "of", classmethod(lambda *_: hopper))
+
+    def steps(*rows: Any, **options: Any) -> list[Any]:
+        def product(x: Any, expert: Any, weight: Any) -> Any:
+            return quantized_moe(x, expert, weight, GATE_UP, DOWN, **BIASES, **options)
+
+        f = jax.jit(product)
+        return described(f.trace(*rows).lower(lowering_platforms=("cuda",)).as_text())
+
+    x, kind = X.astype(jnp.bfloat16), ffi.STEP_FIELDS.index("kind")
+    (call,) = steps(x, EXPERT, WEIGHT)
+    kinds = [ffi.step(kind=name)[kind] for name in ("group", "multiply", "multiply", "combine")]
+    assert [step["kind"] for step in call.steps] == kinds
+    group, *_, combine = call.steps
+    gate_up, down = call.products
+    assert (group["first"], group["count"]) == (0, 2)
+    assert call.caller == "quantized_moe" and gate_up["gated"] and not down["gated"]
+    assert (group["out"], gate_up["out_at"]) == (gate_up["lhs_at"], down["lhs_at"])
+    assert (down["out_at"], group["place"]) == (combine["x"], combine["place"])
+    assert group["sizes"] == gate_up["group_sizes_at"] == down["group_sizes_at"]
+    assert gate_up["groups_of_rows"] == down["groups_of_rows"] == EXPERTS
+    assert combine["out"] == -1 and gate_up["m"] == down["m"] == TOKENS * TOP
+    composed = [(X, EXPERT, WEIGHT), (x, EXPERT[:, :0], WEIGHT[:, :0])]
+    for rows in composed:  # float32 rows, or no choices
+        assert "quantized_moe" not in [call.caller for call in steps(*rows)]
+    assert "quantized_moe" not in [
+        call.caller for call in steps(x, EXPERT, WEIGHT, lhs_qtype=jnp.int8)
+    ]
 
 
 def test_experts_sharded_over_devices():

@@ -496,9 +496,11 @@ def test_experts(monkeypatch, tmp_path, capsys):
     ours = ["--backends", "jaxlowbit", "--tokens", "2"]
     experts.main(["--dry-run", *ours, "--out", str(out), "--markdown", str(page)])
     rows = json.loads(out.read_text())["rows"]
-    assert [row["part"] for row in rows] == ["gate_up", "down", "moe"]
+    assert [row["part"] for row in rows] == ["gate_up", "down", "moe", "moe products"]
     assert all(row["us"] == 10 and 0 < row["error_over_bound"] <= 1 for row in rows)
-    assert "| small moe | jaxlowbit, int4-g128 | 10.0 |" in page.read_text()
+    table = page.read_text()
+    assert "| small moe | jaxlowbit, int4-g128 | 10.0 |" in table
+    assert "| small not a product | jaxlowbit, int4-g128 | 0.0 |" in table
     monkeypatch.setattr(experts, "ours", lambda x, operands: 1.1 * jl_ragged_dot(x, *operands))
     experts.main(["--dry-run", "--products", *ours])
     assert "wrong by" in capsys.readouterr().out

@@ -1,0 +1,189 @@
+// SPDX-License-Identifier: Apache-2.0
+
+#include "xla_ffi/cuda_experts.h"
+
+#include <string>
+#include <utility>
+
+#include "cuda/ops/combine_choices.h"
+#include "cuda/ops/group_choices.h"
+
+namespace jaxlowbit {
+namespace {
+
+// The memory of each expert, [experts, bytes], by address.
+struct MemoryAddress {
+  Address data;
+  int64_t bytes;
+};
+
+// The weights of ragged products, those of the first product first.
+std::vector<MemoryAddress> MemoriesOf(const std::vector<PlannedProduct>& products) {
+  std::vector<MemoryAddress> memories;
+  for (const auto& [p, b] : products) {
+    const int64_t values = GroupValues(p);
+    const MemoryAddress of_weight[] = {{b.packed, PackedBytes(p)},
+                                       {b.scale, values * p.scale_bytes()},
+                                       {b.zero, values * p.zero_bytes()}};
+    for (const auto& [data, bytes] : of_weight) {
+      for (int64_t i = 0; i < p.weights_per_element() && bytes > 0; ++i) {
+        memories.push_back({Offset(data, i * p.experts() * bytes), bytes});
+      }
+    }
+  }
+  return memories;
+}
+
+class GroupStep final : public LoadedStep {
+ public:
+  // The pointers of `group` are not set.
+  GroupStep(const GroupChoices& group, const ExpertAddresses& addresses,
+            std::vector<MemoryAddress> memories)
+      : group_(group), at_(addresses), memories_(std::move(memories)) {}
+
+  cudaError_t Run(void* const* pointers, cudaStream_t stream) const override {
+    GroupChoices group = group_;
+    group.x = PointerTo(at_.x, pointers);
+    group.expert = static_cast<const int32_t*>(PointerTo(at_.expert, pointers));
+    group.offset = static_cast<const int32_t*>(PointerTo(at_.offset, pointers));
+    group.sizes = static_cast<int32_t*>(PointerTo(at_.sizes, pointers));
+    group.place = static_cast<int32_t*>(PointerTo(at_.place, pointers));
+    group.rows = PointerTo(at_.out, pointers);
+    for (size_t i = 0; i < memories_.size(); ++i) {
+      group.memories[i] = {PointerTo(memories_[i].data, pointers), memories_[i].bytes};
+    }
+    return LaunchGroupChoices(group, stream);
+  }
+
+ private:
+  const GroupChoices group_;
+  const ExpertAddresses at_;
+  const std::vector<MemoryAddress> memories_;
+};
+
+class CombineStep final : public LoadedStep {
+ public:
+  // The pointers of `combine` are not set.
+  CombineStep(const CombineChoices& combine, const ExpertAddresses& addresses)
+      : combine_(combine), at_(addresses) {}
+
+  cudaError_t Run(void* const* pointers, cudaStream_t stream) const override {
+    CombineChoices combine = combine_;
+    combine.rows = static_cast<const float*>(PointerTo(at_.x, pointers));
+    combine.place = static_cast<const int32_t*>(PointerTo(at_.place, pointers));
+    combine.weight = PointerTo(at_.scales, pointers);
+    combine.out = PointerTo(at_.out, pointers);
+    return LaunchCombineChoices(combine, stream);
+  }
+
+ private:
+  const CombineChoices combine_;
+  const ExpertAddresses at_;
+};
+
+// Choices of experts: sizes of a buffer [tokens, top].
+struct Choices {
+  int64_t tokens = 0, top = 0;
+};
+
+ffi::Error ReadChoices(const std::string& name, const ffi::AnyBuffer& buffer, Choices* choices) {
+  constexpr int64_t kMaxChoices = int64_t{1} << 30;
+  const ffi::Error error = CheckRank(name, buffer, 2, "[tokens, top]");
+  if (error.failure()) return error;
+  *choices = {buffer.dimensions()[0], buffer.dimensions()[1]};
+  const auto count = static_cast<int64_t>(buffer.element_count());
+  if (count > 0 && count < kMaxChoices) return error;
+  return InvalidArgument(name + " has " + std::to_string(count) +
+                         " choices but it must have from 1 to 2^30 - 1.");
+}
+
+// Checks a type, then a shape.
+ffi::Error CheckBuffer(const std::string& name, const ffi::AnyBuffer& buffer, ffi::DataType type,
+                       std::initializer_list<int64_t> shape, const std::string& rule) {
+  const ffi::Error error = CheckType(name, buffer, type);
+  return error.failure() ? error : CheckShape(name, buffer, shape, rule);
+}
+
+}  // namespace
+
+ffi::Error LoadGroup(const Call& call, const Step& step, const ExpertAddresses& addresses,
+                     const std::vector<PlannedProduct>& products, bool pdl,
+                     std::unique_ptr<const LoadedStep>* loaded) {
+  for (int64_t place : {step.x, step.expert, step.sizes, step.place, step.out}) {
+    if (place == 0) return InvalidArgument("a grouping lacks an operand or a result.");
+  }
+  const ffi::AnyBuffer x = call.At(step.x), expert = call.At(step.expert);
+  const ffi::AnyBuffer sizes = call.At(step.sizes);
+  const auto float_type = FloatType(x.element_type());
+  Choices choices;
+  ffi::Error error =
+      CheckType("x", x, float_type && *float_type != ElementType::kF32, "bf16 or f16");
+  if (error.success()) error = CheckType("expert", expert, ffi::DataType::S32);
+  if (error.success()) error = ReadChoices("expert", expert, &choices);
+  if (error.success()) error = CheckRank("x", x, 3, "[1, tokens, columns]");
+  if (error.failure()) return error;
+  const auto [tokens, top] = choices;
+  const int64_t columns = x.dimensions()[2];
+  error = CheckShape("x", x, {1, tokens, columns}, "[1, tokens, columns]");
+  if (error.success()) {
+    error = CheckBuffer("rows", call.At(step.out), x.element_type(), {1, tokens * top, columns},
+                        "[1, tokens * top, columns]");
+  }
+  if (error.success()) {
+    error = CheckBuffer("place", call.At(step.place), ffi::DataType::S32, {tokens, top},
+                        "[tokens, top]");
+  }
+  if (error.success()) error = CheckType("sizes", sizes, ffi::DataType::S32);
+  if (error.success()) error = CheckRank("sizes", sizes, 1, "[experts]");
+  if (error.success() && step.offset != 0) {
+    error = CheckBuffer("offset", call.At(step.offset), ffi::DataType::S32, {1}, "[1]");
+  }
+  if (error.failure()) return error;
+  const GroupChoices group = {static_cast<int>(tokens), static_cast<int>(top),
+                              static_cast<int>(sizes.dimensions()[0]), columns, pdl};
+  for (const PlannedProduct& product : products) {
+    if (product.problem.is_ragged() && product.problem.experts() == group.experts) continue;
+    return InvalidArgument("a product of grouped rows has other experts than its groups.");
+  }
+  std::vector<MemoryAddress> memories = MemoriesOf(products);
+  if (memories.size() > kMaxExpertMemories) {
+    return InvalidArgument("more than two products multiply grouped rows.");
+  }
+  *loaded = std::make_unique<GroupStep>(group, addresses, std::move(memories));
+  return error;
+}
+
+ffi::Error LoadCombine(const Call& call, const Step& step, const ExpertAddresses& addresses,
+                       std::unique_ptr<const LoadedStep>* loaded) {
+  for (int64_t place : {step.x, step.scales, step.place, step.out}) {
+    if (place == 0) return InvalidArgument("a combination lacks an operand or a result.");
+  }
+  const ffi::AnyBuffer weight = call.At(step.scales), out = call.At(step.out);
+  const auto weight_type = FloatType(weight.element_type());
+  const auto out_type = FloatType(out.element_type());
+  constexpr const char* kFloats = "f32, bf16 or f16";
+  Choices choices;
+  ffi::Error error = CheckType("weight", weight, weight_type.has_value(), kFloats);
+  if (error.success()) error = ReadChoices("weight", weight, &choices);
+  if (error.success()) error = CheckType("sum", out, out_type.has_value(), kFloats);
+  if (error.success()) error = CheckRank("sum", out, 3, "[1, tokens, columns]");
+  if (error.failure()) return error;
+  const auto [tokens, top] = choices;
+  const int64_t columns = out.dimensions()[2];
+  error = CheckShape("sum", out, {1, tokens, columns}, "[1, tokens, columns]");
+  if (error.success()) {
+    error = CheckBuffer("rows", call.At(step.x), ffi::DataType::F32, {1, tokens * top, columns},
+                        "[1, tokens * top, columns]");
+  }
+  if (error.success()) {
+    error = CheckBuffer("place", call.At(step.place), ffi::DataType::S32, {tokens, top},
+                        "[tokens, top]");
+  }
+  if (error.failure()) return error;
+  const CombineChoices combine = {*weight_type, *out_type, static_cast<int>(tokens),
+                                  static_cast<int>(top), columns};
+  *loaded = std::make_unique<CombineStep>(combine, addresses);
+  return error;
+}
+
+}  // namespace jaxlowbit
