@@ -11,7 +11,7 @@ import pytest
 
 from jaxlowbit import Format, quantize
 from jaxlowbit._core import layout
-from jaxlowbit.quantizers import Statistics, awq, gptq, smoothing_factor, smoothquant
+from jaxlowbit.quantizers import Statistics, awq, distill, gptq, smoothing_factor, smoothquant
 
 K, N = 96, 24
 
@@ -167,6 +167,32 @@ def test_hqq_is_better_than_absmax_without_data():
             for x in ("hqq", "absmax")
         ]
         assert norms[0] < 0.99 * norms[1]
+
+
+@pytest.mark.parametrize("format", ["int2-g32-float", "nf4"])
+def test_learned_scales_lower_the_error_of_gptq(format):
+    weight, inputs = problem()
+    options = {"format": format, "statistics": Statistics.of(inputs, full=True)}
+    arrays = [quantize(weight, quantizer=name, **options) for name in ("gptq", "distill")]
+    errors = [error(weight, array, inputs) for array in arrays]
+    assert errors[1] < 0.997 * errors[0]
+    words = [layout.unpack(array.packed, array.format.bits)[:K, :N] for array in arrays]
+    np.testing.assert_array_equal(*words)
+    again = quantize(weight, quantizer="distill", **options)
+    np.testing.assert_array_equal(again.scale, arrays[1].scale)
+
+
+def test_learned_words_of_8_bit_scales():
+    """Without learning, the words of GPTQ; steps that increase the error are dropped."""
+    weight, inputs = problem()
+    options = {"format": "mxfp4", "statistics": Statistics.of(inputs, full=True)}
+    wanted = error(weight, quantize(weight, quantizer="gptq", **options), inputs)
+    for rate in (1e-6, 1e-3, 1.0):
+        learned = functools.partial(distill.quantize, rounding_rate=rate, steps=20)
+        found = error(weight, quantize(weight, quantizer=learned, **options), inputs)
+        assert found <= wanted * (1 + 1e-6)
+    with pytest.raises(ValueError, match="'distill' does not support .* e8m0 scales, which are"):
+        quantize(weight, quantizer="distill", **options)
 
 
 def test_gptq_without_moments():
