@@ -1,10 +1,10 @@
 """Learns the rounding of a block of a language model from its outputs (`quantizers.distill`).
 
-The inputs are those that the quantized blocks before it computed, the wanted outputs those of the
-float model. Each step reads a few windows. Squared errors of a token are relative to the squares of
-its wanted output: the first tokens have much larger ones, which norms divide away. Memory has, in
-float32, the inputs and wanted outputs of the block for all windows, about eight copies of its
-matrices, and the intermediate results of the windows of a step.
+The inputs come from the quantized blocks before it, the wanted outputs from the float model. Each
+step reads a few windows. Squared errors of a token are relative to the squares of its wanted
+output: the first tokens have much larger ones, which norms divide away. Memory has, in float32, the
+inputs and wanted outputs of the block for all windows, about eight copies of its matrices, and the
+intermediate results of the windows of a step.
 """
 
 import functools

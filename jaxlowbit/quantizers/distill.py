@@ -1,12 +1,11 @@
-"""Distillation: learns scales and float zeros, so that outputs are near those of the float model.
+"""Distillation: learns scales and float zeros, from the outputs of the float model.
 
 GPTQ chooses the words and the first scales; then gradient descent on the error of the outputs
 changes the scales and the float zeros, as mlx-lm's DWQ does; for language models also norms and
-biases. With a `rounding_rate` it changes
-words too, as AutoRound does (Cheng et al., "Optimize Weight Rounding via Signed Gradient Descent
-for the Quantization of LLMs", 2023): each weight has a position between the numbers of its format,
-and rounding passes gradients on unchanged. Steps are those of Adam (Kingma and Ba, 2014), and
-become smaller linearly.
+biases. With a `rounding_rate` it changes words too, as AutoRound does (Cheng et al., "Optimize
+Weight Rounding via Signed Gradient Descent for the Quantization of LLMs", 2023): each weight has a
+position between the numbers of its format, and rounding passes gradients on unchanged. The
+optimizer is Adam (Kingma and Ba, 2014), with linearly smaller steps.
 
 The outputs are those of a block of a language model (`jaxlowbit.llm`): its inputs come from the
 quantized blocks before it, and the wanted outputs from the float model. For other models they are
@@ -83,7 +82,7 @@ def quantize(
     rounding_rate: float = Options().rounding_rate,
     **options: Any,
 ) -> QuantizedArray:
-    """Rounds a weight so that its products with the inputs stay near those of the floats.
+    """Rounds a weight by GPTQ, and learns the scales that lower the error of its products.
 
     **Arguments:** of `Options`; `windows` is read for language models only.
 
