@@ -191,7 +191,7 @@ def test_learned_words_of_8_bit_scales():
         learned = functools.partial(distill.quantize, rounding_rate=rate, steps=20)
         found = error(weight, quantize(weight, quantizer=learned, **options), inputs)
         assert found <= wanted * (1 + 1e-6)
-    with pytest.raises(ValueError, match="'distill' does not support .* e8m0 scales, which are"):
+    with pytest.raises(ValueError, match=r"'distill' does not support .* e8m0 scales, which are"):
         quantize(weight, quantizer="distill", **options)
 
 
