@@ -27,14 +27,17 @@ from jaxlowbit.quantizers._registry import statistics_of
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/quantizers.json"
 TEXT = ROOT / "examples/data/northanger_abbey.txt"
-QUANTIZERS = ("absmax", "mse", "hqq", "awq", "gptq", "awq+gptq")
+QUANTIZERS = ("absmax", "mse", "hqq", "awq", "gptq", "awq+gptq", "distill", "awq+distill")
 POINTS = (
     "stored",
     *(f"{format}/{quantizer}" for format in ("int4", "int3") for quantizer in QUANTIZERS),
-    *(f"int4-g32-integer/{quantizer}" for quantizer in ("absmax", "gptq", "awq+gptq")),
+    *(
+        f"int4-g32-integer/{quantizer}"
+        for quantizer in ("absmax", "gptq", "awq+gptq", "awq+distill")
+    ),
     *(f"{bits}/{quantizer}" for quantizer in ("gptq", "awq+gptq") for bits in ("3.5", "3")),
     *(f"int3-g32/{quantizer}" for quantizer in ("absmax", "gptq", "awq+gptq")),
-    *("int2/absmax", "int2/awq+gptq", "int2-g32-float/awq+gptq"),
+    *("int2/absmax", "int2/awq+gptq", "int2-g32-float/awq+gptq", "int2-g32-float/awq+distill"),
     *("int1-float/absmax", "int1-float/gptq", "int1-g32-float/gptq"),
     *("int8/smoothquant", "int8/smoothquant@int8", "int8/smoothquant@float8_e4m3fn"),
     *("int8/absmax", "int8/absmax@int8"),

@@ -139,6 +139,17 @@ class Groups:
             return found
         return found + zero.astype(jnp.float32)
 
+    def matrix(self, values: Array) -> Array:
+        """Values (..., groups, size, n) as the matrix (..., k, n), times its tensor scale; without
+        shards and a permutation."""
+        *lead, groups, size, n = values.shape
+        found = values.reshape(*lead, groups * size, n)[..., : self._shape[-2], :]
+        if self._tensor_scale is None:
+            return found
+        channels = self.format.scales_channels
+        unit = self._tensor_scale if channels else self._tensor_scale[..., None]
+        return found * unit[..., None, :]
+
     def pack(
         self, scale: Array, zero: Array | None = None, values: Array | None = None
     ) -> QuantizedArray:

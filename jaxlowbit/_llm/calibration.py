@@ -31,11 +31,12 @@ from ..quantizers._calibration import (
     output_error,
     warn_of_few_rows,
 )
-from ..quantizers._quantize import quantize
+from ..quantizers._quantize import check_scale, quantize
 from . import rope
 from .block import Block
 from .cache import make_cache
 from .config import Config
+from .distillation import Rule, learned
 from .low_rank import Weight
 
 _SEQUENCES = 8  # at the same time
@@ -142,18 +143,23 @@ def calibrated(
         warn_of_few_rows("load", widest, tokens.size, features[widest])
     embedding = source.floats("embedding")
     x = embedded(embedding, tokens, config.embedding_scale, rounding.dtype)
+    learns = _registry.block_options(rounding.quantizer) is not None
+    exact = embedded(embedding, tokens, config.embedding_scale, jnp.float32) if learns else None
     bar = tqdm(range(config.layers), desc="calibrating", disable=not calibration.progress)
     for i in bar:
         names = [name for name in config.shapes() if name.startswith(f"layers.{i}.")]
         found = _restored(results, f"layers.{i}", rounding.formats)
         if found is not None:
             x = jnp.asarray(found.pop("x"))
+            exact = found.pop("exact", None)
             yield from found.items()
             continue
         block = _Block(source, rounding, i, names)
-        weights, x, error = block.calibrated(x)
+        exact = None if exact is None else block.outputs(exact, jnp.float32)
+        weights, x, error = block.calibrated(x, exact)
         bar.set_postfix(error=f"{error:.4f}")
-        _save(results, f"layers.{i}", weights | {"x": x})
+        streams = {"x": x} if exact is None else {"x": x, "exact": exact}
+        _save(results, f"layers.{i}", weights | streams)
         yield from weights.items()
     yield "final_norm", source.stored("final_norm")
     last = "embedding" if config.tied_head else "head"
@@ -185,23 +191,28 @@ class _Block:
         self.floats = {name: source.floats(self.prefix + name) for name in short}
         self.matrices = tuple(name for name in short if rounding.formats.get(self.prefix + name))
 
-    def calibrated(self, x: Array) -> tuple[dict[str, Weight], Array, float]:
-        """The new weights of the block, the inputs of the next block, and the mean relative error
-        of products."""
-        config, dtype = self.source.config, self.rounding.dtype
+    def calibrated(self, x: Array, wanted: Array | None) -> tuple[dict[str, Weight], Array, float]:
+        """The new weights of the block, the inputs of the next block, and the relative error: of
+        the outputs if these are `wanted`, else the mean of products."""
+        dtype = self.rounding.dtype
         statistics = self._statistics(x)
         changed = self._fold(statistics)
-        found: dict[str, Weight] = {}
+        found: dict[str, QuantizedArray] = {}
         errors = []
-        for name in self.matrices:
-            path = self.prefix + name
-            operands = path, self.floats[name], statistics[name]
-            found[name] = array = _named(path, self.rounding.quantize, *operands)
-            rounded = array.dequantize(jnp.float32)
-            errors.append(float(output_error(self.floats[name], rounded, statistics[name])))
-            self.floats[name] = rounded
-        cast = self._cast()
-        x = jnp.concatenate([_run(cast, part, config, self.like) for part in _chunks(x)])
+        if wanted is not None and self.matrices:
+            found, vectors, error = self._learned(statistics, x, wanted)
+            errors.append(error)
+            self.floats |= vectors
+            changed |= vectors.keys()
+        else:
+            for name in self.matrices:
+                path = self.prefix + name
+                operands = path, self.floats[name], statistics[name]
+                found[name] = array = _named(path, self.rounding.quantize, *operands)
+                rounded = array.dequantize(jnp.float32)
+                errors.append(float(output_error(self.floats[name], rounded, statistics[name])))
+        self.floats |= {name: array.dequantize(jnp.float32) for name, array in found.items()}
+        x = self.outputs(x, dtype)
         weights: dict[str, Weight] = {}
         for name in self.floats:
             if name in found:
@@ -214,8 +225,26 @@ class _Block:
                 weights[self.prefix + name] = self.source.stored(self.prefix + name)
         return weights, x, float(np.mean(errors)) if errors else 0.0
 
-    def _cast(self) -> dict[str, Array]:
-        dtype = self.rounding.dtype
+    def outputs(self, x: Array, dtype: Any) -> Array:
+        """The outputs of the block with its weights in a dtype."""
+        cast, config = self._cast(dtype), self.source.config
+        return jnp.concatenate([_run(cast, part, config, self.like) for part in _chunks(x)])
+
+    def _learned(
+        self, statistics: dict[str, Statistics], x: Array, wanted: Array
+    ) -> tuple[dict[str, QuantizedArray], dict[str, Array], float]:
+        """The quantized matrices, the norms and biases, and the relative error of the outputs."""
+        formats: Any = {name: self.rounding.formats[self.prefix + name] for name in self.matrices}
+        options = _registry.block_options(self.rounding.quantizer)
+        rule = Rule(tuple(formats.items()), self.rounding.scale_dtype, options)
+        operands = self.floats, statistics, x, wanted
+        found, error = learned(forward, self.source.config, self.like, rule, *operands)
+        arrays = {name: found.pop(name) for name in self.matrices}
+        for name, array in arrays.items():
+            _named(self.prefix + name, check_scale, array, self.floats[name])
+        return arrays, found, error
+
+    def _cast(self, dtype: Any) -> dict[str, Array]:
         return {
             f"layers.{self.like}.{name}": x.astype(dtype) if x.ndim > 1 else x
             for name, x in self.floats.items()
@@ -225,7 +254,7 @@ class _Block:
         full = _registry.statistics_of(self.rounding.quantizer) == "full"
         names = tuple(f"layers.{self.like}.{name}" for name in self.matrices)
         options = self.source.config, self.like, names, full
-        parts = [_recorded(self._cast(), part, *options) for part in _chunks(x)]
+        parts = [_recorded(self._cast(self.rounding.dtype), part, *options) for part in _chunks(x)]
         found = functools.reduce(lambda a, b: {k: a[k] + b[k] for k in b}, parts)
         short = {name: found.get(f"layers.{self.like}.{name}") for name in self.matrices}
         return {

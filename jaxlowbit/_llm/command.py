@@ -152,7 +152,7 @@ def add_rounding(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `calibration_of`, and `--quantizer`."""
     rounds = f"what rounds them to the format: {', '.join(QUANTIZERS)}, or two such as awq+gptq"
     parser.add_argument("--quantizer", "--method", metavar="NAME", help=rounds)
-    calibration = "a text file from which gptq, awq and smoothquant take inputs"
+    calibration = "a text file from which gptq, awq, smoothquant and distill take inputs"
     parser.add_argument("--calibration", metavar="FILE", help=calibration)
     samples = "windows of 512 tokens of it (%(default)s)"
     parser.add_argument("--samples", type=int, default=128, metavar="N", help=samples)

@@ -92,7 +92,7 @@ def quantize(
         specs = _specs(run, weight, permutation, statistics, mesh)
         run = explicit.automatic(run, mesh, specs)
     array = run(weight, permutation, statistics)
-    _check_scale(array, weight)
+    check_scale(array, weight)
     return array
 
 
@@ -163,7 +163,8 @@ def _check(weight: Array, format: Format, scale_dtype: Any) -> None:
             )
 
 
-def _check_scale(array: QuantizedArray, weight: Array) -> None:
+def check_scale(array: QuantizedArray, weight: Array) -> None:
+    """Raises `ValueError` for a quantized weight whose scales are infinite, or mostly too small."""
     if isinstance(array.scale, Tracer):
         return
     found = array.scale

@@ -112,6 +112,14 @@ def statistics_of(quantizer: Any) -> str | None:
     return next((kind for kind in ("full", "diagonal") if kind in found), None)
 
 
+def block_options(quantizer: Any) -> Any:
+    """The options of a quantizer that learns from the outputs of whole blocks of a language model,
+    or None."""
+    module = next(reversed(_modules_of(quantizer)), None)
+    options = getattr(module, "Options", None)
+    return None if options is None else options(**getattr(quantizer, "keywords", {}))
+
+
 def _modules_of(quantizer: Any) -> list[Any]:
     """The modules of a quantizer by name, or of a `functools.partial` of one of ours."""
     if isinstance(quantizer, str):

@@ -58,18 +58,37 @@ def quantize(
 
     **Raises:** `ValueError` without full second moments.
     """
+    statistics = with_moments("gptq", statistics)
+    groups = Groups.of(weight, format, **options)
+    settings = {"damping": damping, "act_order": act_order, "clip": clip, "sweeps": sweeps}
+    return groups.pack(*rounded(groups, statistics, **settings))
+
+
+def with_moments(quantizer: str, statistics: Statistics | None) -> Statistics:
+    """Raises `ValueError` for statistics without full second moments."""
     if statistics is None or not statistics.full:
         found = "none" if statistics is None else "their diagonal"
         raise ValueError(
-            "quantize: quantizer='gptq' needs full second moments of the inputs, the statistics "
-            f"have {found}; pass calibration= to the function that quantizes the model, or "
-            "Statistics.of(inputs, full=True) to quantize."
+            f"quantize: quantizer={quantizer!r} needs full second moments of the inputs, the "
+            f"statistics have {found}; pass calibration= to the function that quantizes the model, "
+            "or Statistics.of(inputs, full=True) to quantize."
         )
-    groups = Groups.of(weight, format, **options)
+    return statistics
+
+
+def rounded(
+    groups: Groups,
+    statistics: Statistics,
+    *,
+    damping: float = _DAMPING,
+    act_order: bool = True,
+    clip: bool = True,
+    sweeps: int = 0,
+) -> tuple[Array, Array | None, Array]:
+    """The scale, zero and rounded values of a weight: the arguments of `Groups.pack`."""
     *lead, count, size, n = groups.values.shape
-    moments = groups.moments(statistics.second_moments)
-    moments = jnp.broadcast_to(moments, (*lead, *moments.shape[-2:]))
-    factored = _mapped(lambda x: _factor(x, damping, act_order), len(lead), moments)
+    moments = moments_of(groups, statistics)
+    factored = mapped(lambda x: _factor(x, damping, act_order), len(lead), moments)
     if clip:
         importance = factored.importance.reshape(*lead, count, size, 1)
         scale, zero = best_ranges(groups, squares(importance))
@@ -77,16 +96,21 @@ def quantize(
         scale, zero = groups.fit(*groups.extremes())
     represented = groups.represented(scale, zero)
 
-    def rounded(values: Array, factor: _Factor, scale: Array, zero: Array | None) -> Array:
+    def found(values: Array, factor: _Factor, scale: Array, zero: Array | None) -> Array:
         rounding = _Rounding(groups, scale, zero, size)
         values = values.reshape(count * size, n)
-        found = _compensated(values, factor, rounding)
+        new = _compensated(values, factor, rounding)
         for _ in range(sweeps):
-            found = _swept(values, found, factor, rounding)
-        return found.reshape(count, size, n)
+            new = _swept(values, new, factor, rounding)
+        return new.reshape(count, size, n)
 
-    values = _mapped(rounded, len(lead), groups.values, factored, *represented)
-    return groups.pack(scale, zero, values)
+    return scale, zero, mapped(found, len(lead), groups.values, factored, *represented)
+
+
+def moments_of(groups: Groups, statistics: Statistics) -> Array:
+    """Full second moments (..., rows, rows) for each matrix, in the order of the groups' rows."""
+    moments = groups.moments(statistics.second_moments)
+    return jnp.broadcast_to(moments, (*groups.values.shape[:-3], *moments.shape[-2:]))
 
 
 def importance(statistics: Statistics) -> Array:
@@ -95,11 +119,11 @@ def importance(statistics: Statistics) -> Array:
     return _factor(statistics.second_moments, _DAMPING, True).importance
 
 
-def _mapped(function: Any, axes: int, *operands: Any) -> Any:
+def mapped(function: Any, axes: int, *operands: Any) -> Any:
     """`function` for each matrix of stacks, one at a time."""
     if axes == 0:
         return function(*operands)
-    return lax.map(lambda x: _mapped(function, axes - 1, *x), operands)
+    return lax.map(lambda x: mapped(function, axes - 1, *x), operands)
 
 
 class _Factor(NamedTuple):

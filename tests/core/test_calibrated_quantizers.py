@@ -11,7 +11,7 @@ import pytest
 
 from jaxlowbit import Format, quantize
 from jaxlowbit._core import layout
-from jaxlowbit.quantizers import Statistics, awq, gptq, smoothing_factor, smoothquant
+from jaxlowbit.quantizers import Statistics, awq, distill, gptq, smoothing_factor, smoothquant
 
 K, N = 96, 24
 
@@ -167,6 +167,31 @@ def test_hqq_is_better_than_absmax_without_data():
             for x in ("hqq", "absmax")
         ]
         assert norms[0] < 0.99 * norms[1]
+
+
+def test_learned_scales_lower_the_error_of_gptq():
+    weight, inputs = problem()
+    options = {"format": "int2-g32-float", "statistics": Statistics.of(inputs, full=True)}
+    arrays = [quantize(weight, quantizer=name, **options) for name in ("gptq", "distill")]
+    errors = [error(weight, array, inputs) for array in arrays]
+    assert errors[1] < 0.997 * errors[0]
+    first, last = (layout.unpack(array.packed, 2)[:K, :N] for array in arrays)
+    np.testing.assert_array_equal(first, last)
+    again = quantize(weight, quantizer="distill", **options)
+    np.testing.assert_array_equal(again.scale, arrays[1].scale)
+
+
+def test_learned_words_of_8_bit_scales():
+    """Steps that increase the error are dropped."""
+    weight, inputs = problem()
+    options = {"format": "mxfp4", "statistics": Statistics.of(inputs, full=True)}
+    wanted = error(weight, quantize(weight, quantizer="gptq", **options), inputs)
+    for rate in (1e-3, 1.0):
+        learned = functools.partial(distill.quantize, rounding_rate=rate, steps=20)
+        found = error(weight, quantize(weight, quantizer=learned, **options), inputs)
+        assert found <= wanted * (1 + 1e-6)
+    with pytest.raises(ValueError, match=r"'distill' does not support .* e8m0 scales, which are"):
+        quantize(weight, quantizer="distill", **options)
 
 
 def test_gptq_without_moments():

@@ -39,9 +39,10 @@ def test_calibrated_models_are_nearer_to_the_floats(tiny):
     wanted = logits(tiny, format=None)
     errors = {
         name: np.linalg.norm(logits(tiny, name, calibration=name != "absmax") - wanted)
-        for name in ("absmax", "gptq")
+        for name in ("absmax", "gptq", "distill")
     }
     assert errors["gptq"] < 0.8 * errors["absmax"]
+    assert errors["distill"] < 0.9 * errors["gptq"]
 
 
 def test_factors_of_inputs_are_folded_without_a_change(tiny):
@@ -56,7 +57,7 @@ def test_factors_of_inputs_are_folded_without_a_change(tiny):
 
 
 def test_interrupted_calibration_resumes(tiny, tmp_path):
-    options = {"quantizer": "gptq", "calibration": Calibration(TOKENS, folder=tmp_path)}
+    options = {"quantizer": "awq+distill", "calibration": Calibration(TOKENS, folder=tmp_path)}
     first = loaded(tiny, **options)
     (tmp_path / "layers.1.npz").unlink()
     again = loaded(tiny, **options)
