@@ -13,8 +13,9 @@ namespace jaxlowbit {
 
 // Blocks of `block_m` rows if every row chooses its group at random. `part`: of the cost of a block, for a block of
 // fewer rows.
-int64_t ExpectedBlocks(const QuantizedMatmul& problem, int block_m,
-                       const std::function<double(int)>& part);
+int64_t ExpectedBlocks(
+    const QuantizedMatmul& problem, int block_m,
+    const std::function<double(int)>& part = [](int) { return 1.0; });
 
 // Maximum number of blocks for any sizes.
 int64_t MaxBlocks(const QuantizedMatmul& problem, int block_m);

@@ -3,6 +3,7 @@
 #include "cuda/select/select.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <iterator>
 #include <limits>
@@ -124,14 +125,25 @@ Support SupportsRagged(const QuantizedMatmul& problem, const Device& device) {
   return Supports(Kernel::kQmmSm90, blocks, device);
 }
 
+// Microseconds for reading each weight that has rows once.
+double ReadCost(const QuantizedMatmul& problem, const Device& device) {
+  const int all_rows = static_cast<int>(std::max<int64_t>(problem.m, 1));
+  const auto kilobytes =
+      static_cast<double>(ExpectedBlocks(problem, all_rows) * problem.strips() *
+                          problem.k_blocks() * kAtom * kAtom * problem.bits / 8 / 1000);
+  return kilobytes / (sm90_stream::kCosts.read_kilobytes * RelativeMemoryRate(device));
+}
+
 // The cheapest choice for a ragged product, by the cost of the expected blocks. Choices that only wait for memory
-// cost the same; of these, selects the one with the smallest blocks and, for qmm_sm90_stream, the largest tiles of
-// channels.
+// cost the same; of these, selects the one with the smallest blocks and, for qmm_sm90_stream, tiles of 4 slices (8 rows)
+// or 8, whose activations are not more than half of the weights.
 Choice SelectRagged(const QuantizedMatmul& problem, const Device& device) {
   constexpr double kSame = 0.97;
   Choice best;
   double min_cost = std::numeric_limits<double>::infinity();
-  const auto consider = [&](const Choice& choice, double cost) {
+  const double read = ReadCost(problem, device);
+  const auto consider = [&](const Choice& choice, double computed) {
+    const double cost = std::max(computed, read);
     if (cost >= kSame * min_cost) return;
     min_cost = cost;
     best = choice;
@@ -140,8 +152,9 @@ Choice SelectRagged(const QuantizedMatmul& problem, const Device& device) {
     const QuantizedMatmul blocks = BlocksOf(problem, block_m);
     if (!Supports(Kernel::kQmmSm90Stream, blocks, device)) continue;
     std::vector<Choice> choices = sm90_stream::Choices(blocks);
-    std::stable_sort(choices.begin(), choices.end(), [](const Choice& left, const Choice& right) {
-      return left.slices > right.slices;
+    const int preferred = block_m == kCommonBlock ? 4 : 8;
+    std::stable_sort(choices.begin(), choices.end(), [&](const Choice& left, const Choice& right) {
+      return std::abs(left.slices - preferred) < std::abs(right.slices - preferred);
     });
     for (const Choice& choice : choices) {
       // One tile at a time, with work for all warps.
@@ -158,7 +171,9 @@ Choice SelectRagged(const QuantizedMatmul& problem, const Device& device) {
     return left.block_m < right.block_m;
   });
   for (const Choice& choice : choices) {
-    if (choice.peers > 1 || choice.split_k > 1) continue;
+    // A small height of a large tile leaves most of an SM idle.
+    const bool is_large = choice.block_m > 64 && choice.block_m * problem.experts() > 2 * problem.m;
+    if (choice.peers > 1 || choice.split_k > 1 || is_large) continue;
     // Below about 50 rows, a tile costs what its weights cost.
     constexpr int kWeightRows = 50;
     const auto part = [&](int rows) {
