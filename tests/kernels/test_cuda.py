@@ -364,7 +364,7 @@ def test_positions_beyond_a_part_are_clamped_to_it(k, parts, m):
         ),
         (
             *((1, 72), "int32", {"gathered": jax.ShapeDtypeStruct((0,), jnp.bfloat16)}),
-            r"gathered has shape \[0\] but must be \[batch, m, k\] = \[1, 8, 72\]",
+            r"gathered has shape \[0\] but must be \[batch, m, columns\] = \[1, 8, 72\]",
         ),
     ],
     ids=["rows", "parts", "type", "transposed", "type of gathered", "shape of gathered"],
