@@ -37,7 +37,7 @@ int StageAtoms(const QuantizedMatmul& problem, const Plan& plan, int block_m) {
   return fits ? atoms : atoms_of(2);
 }
 
-// Slices of a tile, a multiple of those that a pair or a strip has.
+// Slices of a tile: whole pairs of strips if gated, or whole strips for widths that need them.
 int TileSlices(const QuantizedMatmul& problem, int slices) {
   const int unit = problem.epilogue.gated         ? kPairSlices
                    : HasWholeStrips(problem.bits) ? kSlicesPerStrip
