@@ -129,7 +129,7 @@ def check_values(
     if not concrete:
         return
     surely = has_scales(weight)
-    if format.scales_channels or format.scale == "two_level":
+    if format.scales_channels or format.two_levels:
         surely = False  # the pass does not check each channel or super-block
     elif format.has_tensor_scale:
         surely &= has_even_groups(matrix(weight))

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import count_calls
 import jax
 import jax.numpy as jnp
 import pytest
@@ -131,6 +132,18 @@ def test_there_are_no_import_cycles():
 def test_imports_go_down(name):
     for target in imports(name):
         assert room(target) == room(name) or rank(target) < rank(name), target
+
+
+def test_functions_have_at_most_60_lines():
+    """Without docstrings."""
+    found = {
+        (name, node.name): lines[min([node.lineno, *(d.lineno for d in node.decorator_list)])]
+        for name, path in PATHS.items()
+        for lines in [count_calls._python_lengths(str(path))]
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    assert len(found) > 1000 and {key for key, lines in found.items() if lines > 60} == set()
 
 
 def unencoded(path: Path) -> Iterator[int]:
