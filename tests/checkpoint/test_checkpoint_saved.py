@@ -37,7 +37,7 @@ from jaxlowbit import checkpoint, llm  # noqa: E402
 from jaxlowbit._command import main  # noqa: E402
 from jaxlowbit._llm import ggml_blocks, ggml_types  # noqa: E402
 from jaxlowbit._llm.saved import weights_of  # noqa: E402
-from jaxlowbit.checkpoint import _replace  # noqa: E402
+from jaxlowbit.checkpoint import _replace, _saved  # noqa: E402
 from jaxlowbit.checkpoint._saved import read_saved  # noqa: E402
 
 WEIGHT = np.random.default_rng(0).normal(size=(256, 70)).astype(np.float32)
@@ -99,6 +99,18 @@ def test_memory_is_mapped_and_sharded(tree, folder):
     assert mapped.ctypes.data % 64 == 0  # XLA's CPU client uses such memory as it is
     array = jax.device_put(mapped, jax.devices("cpu")[0])
     assert array.unsafe_buffer_pointer() == mapped.ctypes.data
+
+
+def test_transfers_wait_beyond_a_number_of_bytes(monkeypatch):
+    waited = []
+    monkeypatch.setattr(jax, "block_until_ready", waited.append)
+    transfers, arrays = _saved.Transfers(), [np.zeros(n, np.uint8) for n in (40, 40, 40, 200)]
+    transfers.MAX_BYTES = 100
+    counts = []
+    for array in arrays:
+        assert transfers.add(array) is array
+        counts.append(len(waited))
+    assert counts == [0, 0, 1, 3] and waited[0] is arrays[0]
 
 
 def test_an_nnx_state_is_a_tree(tmp_path):
