@@ -22,7 +22,7 @@ from .._flax.report import aligned, backend_of, format_words, size_words
 from .._matmul.quantized_lhs import EXACT
 from ..checkpoint import _packing as packing
 from ..checkpoint._matrix import Matrix
-from ..checkpoint._saved import placed
+from ..checkpoint._saved import Transfers, placed
 from ..quantizers import _registry as quantizers
 from ..quantizers._calibration import Calibration
 from . import ggml_types, gguf, huggingface, memory, saved
@@ -266,14 +266,15 @@ def read(
         key |= {"dtype": dtype, "scale_dtype": scale_dtype}
         found_weights = calibrated(source, rounding, calibration, key)
     weights: dict[str, QuantizedArray | Array] = {}
-    reports = []
+    reports, transfers = [], Transfers()
     total = sum(source.nbytes for source in sources.values())
     hidden = not progress or calibration is not None
     bar = tqdm(total=total, desc=path.name, unit="B", unit_scale=True, disable=hidden)
     with bar:
         for name, weight in found_weights:
             bar.update(sources[name].nbytes)
-            weights[name] = placed(weight) if division is None else division.place(name, weight)
+            moved = placed(weight) if division is None else division.place(name, weight)
+            weights[name] = transfers.add(moved)
             reports.append(_report(name, sources[name], weight, dtype, lhs_qtype))
     return Checkpoint(config, weights, tokenizer, LoadReport(tuple(reports)))
 
