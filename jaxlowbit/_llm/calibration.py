@@ -38,7 +38,7 @@ from ..quantizers._quantize import quantize
 from . import rope
 from .block import Block
 from .cache import make_cache
-from .config import Config
+from .config import Config, is_matrix
 from .low_rank import Weight
 
 _SEQUENCES = 8  # at the same time
@@ -210,10 +210,8 @@ class _Block:
             if name in found:
                 weights[self.prefix + name] = found[name]
             elif name in changed:
-                kept = self.floats[name].ndim == 1 or name == "router"
-                weights[self.prefix + name] = self.floats[name].astype(
-                    jnp.float32 if kept else dtype
-                )
+                own = dtype if is_matrix(self.prefix + name) else jnp.float32
+                weights[self.prefix + name] = self.floats[name].astype(own)
             else:
                 weights[self.prefix + name] = self.source.stored(self.prefix + name)
         return weights, x, float(np.mean(errors)) if errors else 0.0
@@ -221,7 +219,7 @@ class _Block:
     def _cast(self) -> dict[str, Array]:
         dtype = self.rounding.dtype
         return {
-            f"layers.{self.like}.{name}": x if x.ndim == 1 or name == "router" else x.astype(dtype)
+            f"layers.{self.like}.{name}": x.astype(dtype) if is_matrix(self.prefix + name) else x
             for name, x in self.floats.items()
         }
 
@@ -263,10 +261,12 @@ class _Block:
             factor = _registry.stack_factors(weights, own, factors_of, formats)
             for name in (*names, "router") if before == "mlp_norm" else names:
                 if name in self.floats:
-                    self.floats[name] = self.floats[name] * factor[..., None]
+                    weight = self.floats[name]
+                    self.floats[name] = weight * _spread(factor, weight)[..., None]
                     changed.add(name)
             for name in names:
-                statistics[name] = statistics[name].divided(factor)
+                own = _spread(factor, self.floats[name])
+                statistics[name] = statistics[name].divided(own)
             self._divide(before, factor)
             changed.add(before)
         return changed
@@ -336,6 +336,11 @@ def _recorded(
         views[name] = RecordingView.recording(name, weights[name], equation, record)
     run(lambda floats: forward(config, {**weights, **floats}, index, x), views)
     return record.statistics
+
+
+def _spread(factor: Array, weight: Array) -> Array:
+    """Factors (k,) or (*lead, k) for each matrix of a weight (*lead, k, n)."""
+    return jnp.broadcast_to(factor, weight.shape[:-1])
 
 
 def _joined(weight: Array) -> Array:

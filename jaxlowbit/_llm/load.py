@@ -522,7 +522,9 @@ def _stacked(experts: Sequence[QuantizedArray | Array]) -> QuantizedArray | Arra
 
 
 def _floats(shape: tuple[int, ...], source: _Source, dtype: Any) -> Array:
-    """A matrix in a float dtype."""
+    """A matrix, or a stack of experts, in a float dtype."""
+    if source.experts:
+        return jnp.stack([_floats(shape[1:], expert, dtype) for expert in source.experts])
     k, n = shape
 
     def checked(start: int, stop: int) -> np.ndarray:
