@@ -49,9 +49,7 @@ def groups_of_rows(sizes: Array, rows: int) -> Array:
     return jnp.repeat(numbers, sizes, total_repeat_length=rows)
 
 
-def lookup(
-    table: QuantizedArray, tokens: Array, dtype: Any, factor: Array | None = None
-) -> Array:
+def lookup(table: QuantizedArray, tokens: Array, dtype: Any, factor: Array | None = None) -> Array:
     """The embeddings (..., features) of `tokens` in a packed table (features, vocabulary)."""
     if table.n == 1:  # as in Flax, every token gets the only embedding
         tokens = jnp.zeros_like(tokens)

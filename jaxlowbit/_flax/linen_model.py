@@ -194,9 +194,7 @@ class _Calibrated(NamedTuple):
                 options = self.packings, self.stored, self.donate
                 reports[path] = _quantize(path, layer, boxed, *options)
             held = {key[-1]: x for key, x in self.stored.items() if key[:-1] == path}
-            return Scaled(
-                held_kernel(name, held, self.packings[path], equation), held_factor(held)
-            )
+            return Scaled(held_kernel(name, held, self.packings[path], equation), held_factor(held))
 
         tables = frozenset(name for name, path in paths.items() if chosen[path].kind.table)
         formats = {name: self.packings[path].format for name, path in paths.items()}

@@ -189,8 +189,8 @@ def held_kernel(
         )
     if packing.factor and FACTOR not in held:
         raise KernelNotFoundError(
-            f"{name} has no {FACTOR!r} in the collection {COLLECTION!r}, and its inputs are divided "
-            "by that. Pass the variables that quantize_model returned."
+            f"{name} has no {FACTOR!r} in the collection {COLLECTION!r}, which divides its inputs. "
+            "Pass the variables that quantize_model returned."
         )
     arrays = {array: value_of(held.get(array)) for array in (*ARRAYS, PADDING)}
     if not jax.sharding.get_abstract_mesh().manual_axes:  # where arrays and inputs are parts

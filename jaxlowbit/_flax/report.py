@@ -51,8 +51,8 @@ class LayerReport:
         lhs_qtype: Any = None,
         factor: Any = None,
     ) -> "LayerReport":
-        """Reports a kernel that replaces `matrix(weight)` and has inputs of `dtype`, perhaps divided
-        by `factor`."""
+        """Reports a kernel that replaces `matrix(weight)` and has inputs of `dtype`, which `factor`
+        divides unless it is None."""
         concrete = isinstance(weight, Array) and not isinstance(weight, Tracer)
         return cls(
             path,

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
+from .._core import explicit
 from .._core.array import LEAVES, QuantizedArray
 from .._core.format import Format
 from ..quantizers import Statistics
@@ -109,14 +111,19 @@ def quantize_weight(
         options: dict[str, Any] = {"quantizer": quantizer, "shards": shards}
         if factors is None or statistics is None:
             return quantize(values, format, statistics=statistics, **options), None
-        factor = stack_factors((values,), statistics, factors, (format,))
+        compute: Any = functools.partial(stack_factors, factors=factors, formats=(format,))
+        if (mesh := explicit.mesh_of(values)) is not None:
+            compute = explicit.automatic(compute, mesh, jax.P())
+        factor = compute((values,), statistics)
         if format.scale is None:
             options["scale_dtype"] = values.dtype
         values = values.astype(jnp.float32) * factor[..., None]
         statistics = statistics.divided(factor)
         return quantize(values, format, statistics=statistics, **options), factor
 
-    return Scaled(*(jax.eval_shape(run, weight, statistics) if abstract else run(weight, statistics)))
+    return Scaled(
+        *(jax.eval_shape(run, weight, statistics) if abstract else run(weight, statistics))
+    )
 
 
 def stand_in(kernel: QuantizedArray, dtype: Any = None) -> Array:

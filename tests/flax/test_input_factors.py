@@ -85,21 +85,28 @@ def test_smoothquant_with_8_bit_inputs():
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_factors_on_a_mesh(kind):
+def test_calibration_and_products_on_a_mesh(kind):
+    alone, _ = quantized("awq", keep="raw", shards=(2, 1))
     mesh = make_mesh(getattr(jax.sharding.AxisType, kind))
-    model, _ = quantized("awq", keep="raw", shards=(2, 1))
-    wanted = model.linear(X)
-    graph, state = nnx.split(model.linear)
+    with nnx.use_eager_sharding(False):
+        graph, state = nnx.split(Model())
     with jax.set_mesh(mesh):
         specs = nnx.get_partition_spec(state)
+        model = nnx.merge(graph, jax.tree.map(lambda x, s: placed(mesh, x, s), state, specs))
+        batches = [placed(mesh, x) for x in BATCHES]
+        options = {"keep": "raw", "layers": [RAW], "shards": (2, 1), "calibration": batches}
+        quantize_model(model, FORMAT, quantizer="awq", **options)
+        specs = nnx.get_partition_spec(nnx.state(model.linear))
         assert specs["lhs_factor"].get_value() == jax.P("a")
-        place = jax.tree.map(
-            lambda x, spec: jax.device_put(x, jax.NamedSharding(mesh, spec)), state, specs
-        )
+        assert model.linear.kernel.packed.sharding.spec == jax.P(None, "a", None)
+        np.testing.assert_array_equal(model.linear.kernel.packed, alone.linear.kernel.packed)
         out = jax.P() if kind == "Explicit" else None
-        run = jax.jit(lambda state, x: nnx.merge(graph, state)(x, out))
-        found = run(place, X)
-    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+        found = nnx.jit(lambda layer, x: layer(x, out))(model.linear, batches[0])
+    np.testing.assert_allclose(found, alone.linear(X), rtol=1e-5, atol=1e-5)
+
+
+def placed(mesh, x, spec=None):
+    return jax.device_put(x, jax.NamedSharding(mesh, spec or jax.P()))
 
 
 class Linen(nn.Module):
@@ -137,4 +144,3 @@ def test_linen_stacks_and_tables_have_factors():
     del fresh["quantized"]["table"]["lhs_factor"]
     with pytest.raises(errors.ScopeParamNotFoundError, match="table has no 'lhs_factor'"):
         model.apply(fresh, tokens)
-

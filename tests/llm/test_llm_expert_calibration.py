@@ -83,7 +83,7 @@ def same(found: Any, wanted: Any) -> bool:
 @pytest.mark.filterwarnings("ignore:load. calibration has 32 rows")
 def test_gptq_reads_the_rows_of_each_expert(folder, monkeypatch):
     """A repeated token leaves experts without rows: they are rounded as without inputs."""
-    tokens, path = np.repeat(np.array([[7], [9]]), 16, axis=1), folder("qwen3_moe")
+    tokens, path = np.full((2, 16), 7), folder("qwen3_moe")
     floats = loaded(path, None)
     x, expert = routed(floats, tokens, monkeypatch)
     unused = sorted({*range(floats.config.experts)} - {*expert.ravel().tolist()})
@@ -91,7 +91,7 @@ def test_gptq_reads_the_rows_of_each_expert(folder, monkeypatch):
     with pytest.warns(UserWarning, match=f"reaches {listed} of the stack layers.0.gate; each"):
         model = loaded(path, FORMAT, "gptq", tokens)
     gate, found = floats.decoder.blocks[0].gate_up[0].get_value(), stacks(model)[0]
-    for i in (expert[0, 0], expert[16, 0]):
+    for i in expert[0]:
         statistics = Statistics.of(x[(expert == i).any(-1)], full=True)
         assert same(found[i], quantize(gate[i], FORMAT, quantizer="gptq", statistics=statistics))
     assert unused
