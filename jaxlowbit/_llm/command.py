@@ -17,6 +17,7 @@ from flax import nnx
 from .._core import activations
 from .._core.dtypes import FLOATS
 from .._core.format import INT4, Format, parse_format
+from .._requirements import require_extra
 from ..checkpoint._replace import check_target
 from ..quantizers import Calibration
 from ..quantizers._registry import NAMES as QUANTIZERS
@@ -114,8 +115,13 @@ def add_evaluate(parser: argparse.ArgumentParser) -> Run:
         "stride": "tokens between the starts of windows (the tokens of a window)",
         "tokens": "maximum number of tokens of the text (all)",
     }
+    sizes["limit"] = "maximum number of questions of each task (all)"
     for name, summary in sizes.items():
         parser.add_argument(f"--{name}", type=int, metavar="N", help=summary)
+    tasks = "tasks of lm-eval, such as arc_easy"
+    parser.add_argument("--tasks", nargs="+", default=[], metavar="NAME", help=tasks)
+    folder = "more tasks, YAML files of lm-eval"
+    parser.add_argument("--task-folder", metavar="FOLDER", help=folder)
     _add_json(parser)
     return as_command(_evaluate)
 
@@ -437,6 +443,8 @@ def _perplexity(options: argparse.Namespace) -> None:
 
 def _evaluate(options: argparse.Namespace) -> None:
     text = console.text_of("--text", options.text)
+    if options.tasks:
+        require_extra("llm-eval", "lm_eval")
     header = open_file(options.model)
     windowed(header, text, options.context)
     names = [*([options.format] if options.format else []), *options.formats]
@@ -450,6 +458,7 @@ def _evaluate(options: argparse.Namespace) -> None:
     progress = sys.stderr.isatty()
     found = []
     print(HEAD, flush=True)
+    sizes = ("context", "stride", "tokens", "tasks", "task_folder", "limit")
     for result in evaluate(
         header,
         text,
@@ -457,11 +466,12 @@ def _evaluate(options: argparse.Namespace) -> None:
         quantizers=quantizers or [None],
         calibration=calibration_of(options, progress),
         progress=progress,
-        **{name: getattr(options, name) for name in ("context", "stride", "tokens")},
+        **{name: getattr(options, name) for name in sizes},
         **_decoding(options),
     ):
         print(result.line, flush=True)
-        found.append(result._asdict())
+        scores = [score._asdict() for score in result.scores]
+        found.append(result._asdict() | {"scores": scores})
     if options.json:
         console.print_json(found)
 

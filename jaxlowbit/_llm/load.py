@@ -243,11 +243,6 @@ def read(
     _check_quantizer(quantizer, [found for found in formats.values() if found is not None])
     _check_exact(sources, formats)
     quantizers.check_calibration("load", quantizer, calibration is not None)
-    if calibration is not None and config.experts:
-        raise ValueError(
-            "load: calibration is given, but inputs of experts are not recorded; leave it out, and "
-            "use a quantizer without statistics."
-        )
     if calibration is not None:
         calibration = Calibration.of("load", calibration, progress=progress)
         windows = tokens_of(calibration, config, tokenizer)
@@ -528,7 +523,9 @@ def _stacked(experts: Sequence[QuantizedArray | Array]) -> QuantizedArray | Arra
 
 
 def _floats(shape: tuple[int, ...], source: _Source, dtype: Any) -> Array:
-    """A matrix in a float dtype."""
+    """A matrix, or a stack of experts, in a float dtype."""
+    if source.experts:
+        return jnp.stack([_floats(shape[1:], expert, dtype) for expert in source.experts])
     k, n = shape
 
     def checked(start: int, stop: int) -> np.ndarray:

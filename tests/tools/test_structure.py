@@ -38,12 +38,13 @@ FLAX = ("linen", "nnx")
 # Optional dependencies, and the compiled module, by the modules that may import them.
 ONLY = {
     "flax": r"_flax\.((linen|nnx)_\w+|serialization|qwix_provider)|"
-    r"_llm\.(bench|block|cache_file|command|decoder|language_model|low_rank|perplexity|programs)|"
-    r"_llm\.sharding",
+    r"_llm\.(bench|block|cache_file|command|decoder|harness|language_model|low_rank|perplexity)|"
+    r"_llm\.(programs|sharding)",
     "qwix": r"_core\.qarray|_flax\.qwix_provider",
     "gguf": r"_llm\.(exporting|ggml_grids|gguf_file|gguf_metadata)",
     "jinja2": r"_llm\.chat_template",
     "llguidance": r"_llm\.schema",
+    "lm_eval": r"_llm\.harness",
     "safetensors": r"checkpoint\._files|_tuning\.weights",
     "tokenizers": r"_llm\.(gguf_metadata|tokenizer_(folder|gguf|parts))",
     "tqdm": r"_flax\.calibration|_llm\.(calibration|files_command|load|perplexity|sensitivity)|"
