@@ -13,7 +13,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
