@@ -58,7 +58,7 @@ struct QuantizedMatmul {
   }
   // Rows of 64 scales in a strip: one per group; for two-level scales, whole super-blocks.
   constexpr int64_t scale_rows() const {
-    if (scale != ElementType::kSuper) return groups();
+    if (!HasTwoLevels(scale)) return groups();
     return CeilDiv(k_blocks() * kAtom, kSuperBlock) * (kSuperBlock / group_size + kFloatRows);
   }
   // Bytes of one scale and of one zero; 0 without zeros.
@@ -107,7 +107,7 @@ constexpr bool DividesSuperBlock(int64_t group_size) {
 // Normalizes a group size for `k` rows to 32 bits: -1 if one group covers k. Group sizes in super-blocks are kept,
 // since super-blocks are whole for any k.
 constexpr int64_t GroupSize(int64_t size, int64_t k, ElementType scale) {
-  if (scale == ElementType::kSuper) return size;
+  if (HasTwoLevels(scale)) return size;
   return size >= CeilDiv(k, kAtom) * kAtom ? -1 : size;
 }
 

@@ -23,9 +23,22 @@ inline constexpr int64_t kSuperBlock = 256, kFloatRows = 2;
 inline constexpr int kKernelBits[] = {4, 8};
 inline constexpr int kCompiledBits[] = {1, 2, 3, 5, 6, 7};
 
-// 8-bit scales: kE8m0 (powers of two), kE4m3, kInt8, kSuper (bytes of two-level scales). Quantized activations: kE4m3,
-// kInt8. Results of integer matmuls: kInt32.
-enum class ElementType { kF32, kBf16, kF16, kE8m0, kE4m3, kInt8, kSuper, kInt32 };
+// Element types: enumerator, name, bytes, type in device code, and type of XLA. 8-bit scales: kE8m0 (powers of two),
+// kE4m3, kInt8, kSuper (bytes of two-level scales). Quantized activations: kE4m3, kInt8. Results of integer matmuls:
+// kInt32.
+#define JAXLOWBIT_ELEMENT_TYPES(TYPE)                            \
+  TYPE(kF32, "float32", 4, "float", F32)                         \
+  TYPE(kBf16, "bfloat16", 2, "__nv_bfloat16", BF16)              \
+  TYPE(kF16, "float16", 2, "__half", F16)                        \
+  TYPE(kE8m0, "float8_e8m0fnu", 1, "jaxlowbit::E8m0", F8E8M0FNU) \
+  TYPE(kE4m3, "float8_e4m3fn", 1, "jaxlowbit::E4m3", F8E4M3FN)   \
+  TYPE(kInt8, "int8", 1, "int8_t", S8)                           \
+  TYPE(kSuper, "two_level", 1, "jaxlowbit::Super", U8)           \
+  TYPE(kInt32, "int32", 4, "int", S32)
+
+#define JAXLOWBIT_ENUMERATOR(enumerator, name, bytes, device_type, xla_type) enumerator,
+enum class ElementType { JAXLOWBIT_ELEMENT_TYPES(JAXLOWBIT_ENUMERATOR) };
+#undef JAXLOWBIT_ENUMERATOR
 // 8-bit type that a product rounds its lhs to.
 enum class Rounding { kNone, kInt8, kE4m3 };
 enum class ZeroKind { kNone, kInteger, kFloat };
@@ -48,8 +61,10 @@ enum class Activation { JAXLOWBIT_ACTIVATIONS(JAXLOWBIT_ENUMERATOR) };
 #undef JAXLOWBIT_ENUMERATOR
 
 // Names of types and activations in Python and the driver, in enum order.
-inline constexpr const char* kElementTypeNames[] = {
-    "float32", "bfloat16", "float16", "float8_e8m0fnu", "float8_e4m3fn", "int8", "uint8", "int32"};
+#define JAXLOWBIT_NAME(enumerator, name, bytes, device_type, xla_type) name,
+inline constexpr const char* kElementTypeNames[] = {JAXLOWBIT_ELEMENT_TYPES(JAXLOWBIT_NAME)};
+#undef JAXLOWBIT_NAME
+inline constexpr int kNumElementTypes = sizeof(kElementTypeNames) / sizeof(*kElementTypeNames);
 inline constexpr const char* kRoundingNames[] = {"none", "int8", "float8_e4m3fn"};
 inline constexpr const char* kZeroKindNames[] = {"none", "integer", "float"};
 #define JAXLOWBIT_NAME(enumerator, name, formula) name,
@@ -70,13 +85,15 @@ JAXLOWBIT_HOST_DEVICE constexpr int BitsOf(Codebook codebook) {
   return kBits[static_cast<int>(codebook)];
 }
 
-JAXLOWBIT_HOST_DEVICE constexpr bool Is8Bit(ElementType type) {
-  return type == ElementType::kE8m0 || type == ElementType::kE4m3 || type == ElementType::kInt8 ||
-         type == ElementType::kSuper;
-}
 JAXLOWBIT_HOST_DEVICE constexpr int64_t SizeOf(ElementType type) {
-  return type == ElementType::kF32 || type == ElementType::kInt32 ? 4 : Is8Bit(type) ? 1 : 2;
+#define JAXLOWBIT_BYTES(enumerator, name, bytes, device_type, xla_type) bytes,
+  constexpr int kBytes[] = {JAXLOWBIT_ELEMENT_TYPES(JAXLOWBIT_BYTES)};
+#undef JAXLOWBIT_BYTES
+  return kBytes[static_cast<int>(type)];
 }
+JAXLOWBIT_HOST_DEVICE constexpr bool Is8Bit(ElementType type) { return SizeOf(type) == 1; }
+// Whether scales of a type have two levels: a byte per group, and floats per super-block.
+constexpr bool HasTwoLevels(ElementType type) { return type == ElementType::kSuper; }
 JAXLOWBIT_HOST_DEVICE constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace jaxlowbit

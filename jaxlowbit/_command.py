@@ -5,14 +5,16 @@ subcommand end it there, before JAX is imported, and so does Ctrl-C until the su
 """
 
 import argparse
+import functools
 import importlib
 import os
 import re
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ._version import __version__
 
@@ -57,7 +59,7 @@ SUBCOMMANDS = {
     ),
     "convert": Subcommand(
         "_llm.files_command",
-        "Writes a model in another kind of file, without rounding.",
+        "Writes a model as another kind of file, without rounding its weights.",
         "jaxlowbit convert Llama-3.1-8B-Instruct-GPTQ llama-packed",
     ),
     "inspect": Subcommand(
@@ -67,7 +69,7 @@ SUBCOMMANDS = {
     ),
     "verify": Subcommand(
         "_llm.files_command",
-        "Checks the hashes of a folder of packed weights, and its products.",
+        "Checks a folder of packed weights: hashes, and a product with each matrix.",
         "jaxlowbit verify llama-int4",
     ),
     "chat": Subcommand(
@@ -103,11 +105,26 @@ SUBCOMMANDS = {
 }
 
 
+_GROUPS = {
+    "model files": ("convert", "quantize", "plan", "inspect", "verify"),
+    "language models": ("chat", "generate", "perplexity", "evaluate", "bench"),
+    "kernels": ("info", "explain", "tune", "compile"),
+}
+_ENDING = """From a quantized model to a chat:
+  jaxlowbit convert Llama-3.1-8B-Instruct-GPTQ llama-packed
+  jaxlowbit chat llama-packed
+
+jaxlowbit COMMAND --help lists the options of a command."""
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command; None for `arguments` takes the arguments of the process."""
     _open_closed()
     given = sys.argv[1:] if arguments is None else list(arguments)
-    run_command(" ".join(["jaxlowbit", *given[:1]]), lambda: _run(given))
+    name = " ".join(["jaxlowbit", *given[:1]])
+    if arguments is None:
+        warnings.showwarning = functools.partial(_say_warning, name)
+    run_command(name, lambda: _run(given))
 
 
 def run_command(name: str, run: Callable[[], int | None]) -> None:
@@ -143,18 +160,23 @@ def _open_closed() -> None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  as they are
 
 
-def sentence(error: Exception) -> str:
+def _say_warning(name: str, message: Warning | str, *where: Any, **others: Any) -> None:
+    """Prints a warning as one line, without the place in the source."""
+    sys.stderr.write(f"{name}: warning: {sentence(message)}\n")
+
+
+def sentence(error: Exception | str) -> str:
     """The text of an error in one line, without the name of the function that begins it."""
     return re.sub(r"^[A-Za-z]\w*(\.\w+)?: ", "", " ".join(str(error).split()))
 
 
 def _run(given: Sequence[str]) -> int | None:
-    listed = "".join(f"\n  {name:11} {it.summary}" for name, it in SUBCOMMANDS.items())
-    parser = _parser(
-        "jaxlowbit",
-        "Low-bit matrix products for JAX: commands for kernels and language models.",
-        f"commands:{listed}\n\njaxlowbit COMMAND --help lists the options of a command.",
-    )
+    listed = ""
+    for group, names in _GROUPS.items():
+        lines = (f"  {name:11} {SUBCOMMANDS[name].summary}\n" for name in names)
+        listed += f"{group}:\n{''.join(lines)}\n"
+    summary = "Low-bit matrix products for JAX: commands for language models and kernels."
+    parser = _parser("jaxlowbit", summary, listed + _ENDING)
     parser.usage = "jaxlowbit [-h] [--version] COMMAND ..."
     parser.add_argument("--version", action="version", version=f"jaxlowbit {__version__}")
     parser.add_argument(

@@ -57,7 +57,7 @@ _NUMBER = re.compile(r"(?<![\w.])-?\d+\.?\d*(?:e[+-]?\d+)?(?![\w.])")
 # Fields that are not of the product (cuda/product.def).
 _LAUNCH = {"early_start", "aligned", "clusters", "compiles", "workspace_bytes", "device_name"}
 _LAUNCH |= set(DeviceFacts._fields)
-_SCALES = {name: str(dtype) for name, dtype in SCALES.items()} | {"super": "uint8"}
+_SCALES = {name: str(dtype) for name, dtype in SCALES.items()} | {"super": "two_level"}
 
 # The fields of cuda/select/choice.h; the first is the kernel.
 Choice = tuple[int, int, int, int, int, int]

@@ -4,8 +4,10 @@
 #pragma once
 
 #include <algorithm>
+#include <cctype>
 #include <initializer_list>
 #include <optional>
+#include <sstream>
 #include <string>
 #include <string_view>
 
@@ -21,25 +23,10 @@ inline Extent ExtentOf(ffi::AnyBuffer buffer) {
 
 // XLA's type for an element type.
 inline ffi::DataType TypeOf(ElementType type) {
-  switch (type) {
-    case ElementType::kF32:
-      return ffi::DataType::F32;
-    case ElementType::kBf16:
-      return ffi::DataType::BF16;
-    case ElementType::kF16:
-      return ffi::DataType::F16;
-    case ElementType::kE8m0:
-      return ffi::DataType::F8E8M0FNU;
-    case ElementType::kE4m3:
-      return ffi::DataType::F8E4M3FN;
-    case ElementType::kInt8:
-      return ffi::DataType::S8;
-    case ElementType::kSuper:
-      return ffi::DataType::U8;
-    case ElementType::kInt32:
-      return ffi::DataType::S32;
-  }
-  return ffi::DataType::INVALID;
+#define JAXLOWBIT_TYPE(enumerator, name, bytes, device_type, xla_type) ffi::DataType::xla_type,
+  constexpr ffi::DataType kTypes[] = {JAXLOWBIT_ELEMENT_TYPES(JAXLOWBIT_TYPE)};
+#undef JAXLOWBIT_TYPE
+  return kTypes[static_cast<int>(type)];
 }
 
 inline std::optional<ElementType> FloatType(ffi::DataType type) {
@@ -55,29 +42,13 @@ inline std::optional<ElementType> FloatType(ffi::DataType type) {
   }
 }
 
+// A type in the notation of HLO, such as f8e4m3fn.
 inline std::string TypeName(ffi::DataType type) {
-  switch (type) {
-    case ffi::DataType::F32:
-      return "f32";
-    case ffi::DataType::BF16:
-      return "bf16";
-    case ffi::DataType::F16:
-      return "f16";
-    case ffi::DataType::F8E8M0FNU:
-      return "f8e8m0fnu";
-    case ffi::DataType::F8E4M3FN:
-      return "f8e4m3fn";
-    case ffi::DataType::S8:
-      return "s8";
-    case ffi::DataType::U8:
-      return "u8";
-    case ffi::DataType::U32:
-      return "u32";
-    case ffi::DataType::S32:
-      return "s32";
-    default:
-      return "XLA type " + std::to_string(static_cast<int>(type));
-  }
+  std::ostringstream text;
+  text << static_cast<XLA_FFI_DataType>(type);
+  std::string name = text.str();
+  for (char& letter : name) letter = static_cast<char>(std::tolower(letter));
+  return name;
 }
 
 template <typename Dimensions>

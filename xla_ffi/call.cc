@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <initializer_list>
-#include <type_traits>
 #include <utility>
 
 namespace jaxlowbit {
@@ -28,7 +27,7 @@ std::string FieldError(const QuantizedMatmul& p) {
   if (p.group_size != -1 && (p.group_size < 16 || p.group_size % 16 != 0)) {
     return is("group_size", p.group_size, "a positive multiple of 16, or -1 for one group");
   }
-  if (p.scale == ElementType::kSuper && !DividesSuperBlock(p.group_size)) {
+  if (HasTwoLevels(p.scale) && !DividesSuperBlock(p.group_size)) {
     return is("group_size", p.group_size, "16, 32, 64 or 128 with scales of u8");
   }
   if (p.n < 1 || p.k < 1) {
@@ -45,11 +44,11 @@ std::string FieldError(const QuantizedMatmul& p) {
     return "out is " + TypeName(TypeOf(p.out)) + " but must be f32 or " +
            TypeName(TypeOf(p.floats())) + ", or s32 with s8 lhs.";
   }
-  const bool narrow = Is8Bit(p.scale) && p.scale != ElementType::kSuper;
+  const bool narrow = Is8Bit(p.scale) && !HasTwoLevels(p.scale);
   if (p.zero != ZeroKind::kNone && (narrow || p.codebook != Codebook::kNone)) {
     return "zero is given with 8-bit scales or a codebook, which have none.";
   }
-  if (p.zero == ZeroKind::kInteger && p.scale == ElementType::kSuper) {
+  if (p.zero == ZeroKind::kInteger && HasTwoLevels(p.scale)) {
     return "zero is integer but with scales of two levels zeros have two levels too.";
   }
   const int64_t units = p.epilogue.units;
@@ -215,39 +214,105 @@ ffi::Error Call::Decode() {
 
 namespace {
 
-// Expected buffer at a place: its type, and its shape or its number of elements.
-struct Expected {
-  const char* name;
-  int64_t place;
-  bool wanted;  // the record requires it
-  ffi::DataType type;
-  std::initializer_list<int64_t> shape;  // one number: the number of elements
-  const char* rule;
-};
-
-bool Fits(const Expected& expected, const ffi::AnyBuffer& buffer) {
-  if (buffer.element_type() != expected.type) return false;
-  if (expected.shape.size() > 1) return HasShape(buffer, expected.shape);
-  return static_cast<int64_t>(buffer.element_count()) == *expected.shape.begin();
-}
-
-ffi::Error BufferError(const Expected& expected, const ffi::AnyBuffer& buffer) {
-  const ffi::Error error = CheckType(expected.name, buffer, expected.type);
-  if (error.failure()) return error;
-  if (expected.shape.size() > 1) {
-    return CheckShape(expected.name, buffer, expected.shape, expected.rule);
-  }
-  return CheckCount(expected.name, buffer, *expected.shape.begin(), expected.rule);
-}
-
-ffi::Error PresenceError(const Expected& expected) {
-  return InvalidArgument(std::string(expected.name) +
-                         (expected.wanted ? " is missing" : " is given") +
-                         " but the record of the product says otherwise.");
-}
-
+constexpr const char* kRowsRule = "[batch, m, columns]";
 constexpr const char* kWeightRule = "[weights, n_blocks, k_blocks, words]";
 constexpr const char* kGroupRule = "[weights, n_blocks, scale_rows, 64]";
+
+// Checks the buffers of a product against its record, and sets their addresses, until the first error.
+class BufferReader {
+ public:
+  BufferReader(const Call& call, const Product& product, Operands* found)
+      : call_(call), at_(product.places), p_(found->problem), b_(found->buffers) {}
+
+  ffi::Error Read() {
+    ReadMatrices();
+    ReadSelection();
+    ReadEpilogue();
+    return error_;
+  }
+
+ private:
+  using Type = ffi::DataType;
+
+  void ReadMatrices() {
+    const std::initializer_list<int64_t> groups = {p_.num_weights, p_.n_blocks(), p_.scale_rows(),
+                                                   kAtom};
+    const bool has_zero = p_.zero != ZeroKind::kNone;
+    const Type zero = p_.zero == ZeroKind::kInteger ? Type::U8 : TypeOf(p_.scale);
+    Shaped("lhs", at_.lhs, true, TypeOf(p_.lhs), {p_.batch, p_.m, p_.lhs_columns()}, kRowsRule,
+           &b_.lhs);
+    Shaped("out", at_.out, true, TypeOf(p_.out), {p_.batch, p_.m, p_.out_columns()}, kRowsRule,
+           &b_.out);
+    Shaped("packed", at_.packed, true, Type::U32,
+           {p_.num_weights, p_.n_blocks(), p_.k_blocks(), p_.words_per_atom()}, kWeightRule,
+           &b_.packed);
+    Shaped("scale", at_.scale, true, TypeOf(p_.scale), groups, kGroupRule, &b_.scale);
+    Shaped("zero", at_.zero, has_zero, zero, groups, kGroupRule, &b_.zero);
+    const int64_t units = p_.epilogue.units;
+    Counted("unit", at_.unit, units > 0, Type::F32, p_.num_weights * units, "weights * units",
+            &b_.unit);
+  }
+
+  // Reads the buffers that select weights and rows.
+  void ReadSelection() {
+    Counted("index", at_.index, at_.index != 0, Type::S32, p_.batch * p_.weights_per_element(),
+            p_.epilogue.gated ? "2 * batch" : "batch", &b_.index);
+    const bool has_offset = p_.is_ragged() && at_.group_offset != 0;
+    Counted("group_sizes", at_.group_sizes, p_.is_ragged(), Type::S32, p_.groups_of_rows,
+            "groups_of_rows", &b_.group_sizes);
+    Counted("group_offset", at_.group_offset, has_offset, Type::S32, 1, "1", &b_.group_offset);
+    const bool permuted = p_.permuted_parts > 0;
+    Counted("permutation", at_.permutation, permuted, Type::S32, p_.k, "k", &b_.permutation);
+    Shaped("gathered", at_.gathered, permuted, TypeOf(p_.lhs), {p_.batch, p_.m, p_.lhs_columns()},
+           kRowsRule, &b_.gathered);
+  }
+
+  void ReadEpilogue() {
+    const int64_t rows = p_.batch * p_.m;
+    const bool scaled = (Is8Bit(p_.lhs) && !p_.is_integer_matmul()) || p_.apply_lhs_scale;
+    Counted("bias", at_.bias, at_.bias != 0, TypeOf(p_.epilogue.bias), p_.biases() * p_.n,
+            "weights * n", &b_.bias);
+    Counted("residual", at_.residual, at_.residual != 0, TypeOf(p_.epilogue.residual), rows * p_.n,
+            "rows * n", &b_.residual);
+    Counted("lhs_scale", at_.lhs_scale, scaled, Type::F32, rows, "batch * m", &b_.lhs_scale);
+  }
+
+  // Reads a buffer of this type and shape. `wanted`: the record requires it.
+  template <typename T>
+  void Shaped(const char* name, int64_t place, bool wanted, Type type,
+              std::initializer_list<int64_t> shape, const char* rule, T** address) {
+    if (!Find(name, place, wanted, type)) return;
+    error_ = CheckShape(name, call_.At(place), shape, rule);
+    *address = static_cast<T*>(call_.DataAt(place));
+  }
+
+  // Reads a buffer of this type and number of elements.
+  template <typename T>
+  void Counted(const char* name, int64_t place, bool wanted, Type type, int64_t count,
+               const char* rule, T** address) {
+    if (!Find(name, place, wanted, type)) return;
+    error_ = CheckCount(name, call_.At(place), count, rule);
+    *address = static_cast<T*>(call_.DataAt(place));
+  }
+
+  // Returns false if there is no buffer to read. Checks its presence and type.
+  bool Find(const char* name, int64_t place, bool wanted, Type type) {
+    if (error_.failure()) return false;
+    if (wanted != (place != 0)) {
+      error_ = InvalidArgument(std::string(name) + (wanted ? " is missing" : " is given") +
+                               " but the record of the product says otherwise.");
+    } else if (wanted) {
+      error_ = CheckType(name, call_.At(place), type);
+    }
+    return wanted && error_.success();
+  }
+
+  const Call& call_;
+  const Places& at_;
+  const QuantizedMatmul& p_;
+  Buffers& b_;
+  ffi::Error error_ = ffi::Error::Success();
+};
 
 }  // namespace
 
@@ -257,7 +322,7 @@ ffi::Error Call::FindSizes(const Places& at, QuantizedMatmul* p) const {
     return ffi::Error::Success();
   }
   const ffi::AnyBuffer lhs = At(at.lhs), packed = At(at.packed);
-  ffi::Error error = CheckRank("lhs", lhs, 3, "[batch, m, columns]");
+  ffi::Error error = CheckRank("lhs", lhs, 3, kRowsRule);
   if (error.success()) error = CheckRank("packed", packed, 4, kWeightRule);
   if (error.failure()) return error;
   if (p->batch == kSymbolic) p->batch = lhs.dimensions()[0];
@@ -268,105 +333,15 @@ ffi::Error Call::FindSizes(const Places& at, QuantizedMatmul* p) const {
 
 // Checks each buffer of a product against its record and sets its address.
 ffi::Error Call::Read(Product* product, Operands* found) const {
-  using Type = ffi::DataType;
-  const Places& at = product->places;
   QuantizedMatmul& p = product->problem;
-  const ffi::Error sizes = FindSizes(at, &p);
+  const ffi::Error sizes = FindSizes(product->places, &p);
   if (sizes.failure()) return sizes;
-  if (const std::string reason = SizeError(p, at.index != 0); !reason.empty()) {
+  if (const std::string reason = SizeError(p, product->places.index != 0); !reason.empty()) {
     return InvalidArgument(reason);
   }
   found->problem = p;
-  Buffers& b = found->buffers;
-  b.codebook = product->codebook;
-  const auto read = [&](const Expected& expected, auto* address) {
-    if (expected.place == 0) {
-      return expected.wanted ? PresenceError(expected) : ffi::Error::Success();
-    }
-    if (!expected.wanted) return PresenceError(expected);
-    const ffi::AnyBuffer buffer = At(expected.place);
-    if (!Fits(expected, buffer)) return BufferError(expected, buffer);
-    *address = static_cast<std::remove_pointer_t<decltype(address)>>(buffer.untyped_data());
-    return ffi::Error::Success();
-  };
-  const int64_t weights = p.batch * p.weights_per_element(), rows = p.batch * p.m;
-  const Type zero_type = p.zero == ZeroKind::kInteger ? Type::U8 : TypeOf(p.scale);
-  const bool permuted = p.permuted_parts > 0;
-  const bool scaled = (Is8Bit(p.lhs) && !p.is_integer_matmul()) || p.apply_lhs_scale;
-  const std::initializer_list<int64_t> lhs = {p.batch, p.m, p.lhs_columns()};
-  const std::initializer_list<int64_t> out = {p.batch, p.m, p.out_columns()};
-  const std::initializer_list<int64_t> packed = {p.num_weights, p.n_blocks(), p.k_blocks(),
-                                                 p.words_per_atom()};
-  const std::initializer_list<int64_t> groups = {p.num_weights, p.n_blocks(), p.scale_rows(),
-                                                 kAtom};
-  constexpr const char* kRows = "[batch, m, columns]";
-  ffi::Error error = read({"lhs", at.lhs, true, TypeOf(p.lhs), lhs, kRows}, &b.lhs);
-  if (error.success()) error = read({"out", at.out, true, TypeOf(p.out), out, kRows}, &b.out);
-  if (error.success()) {
-    error = read({"packed", at.packed, true, Type::U32, packed, kWeightRule}, &b.packed);
-  }
-  if (error.success()) {
-    error = read({"scale", at.scale, true, TypeOf(p.scale), groups, kGroupRule}, &b.scale);
-  }
-  if (error.success()) {
-    error =
-        read({"zero", at.zero, p.zero != ZeroKind::kNone, zero_type, groups, kGroupRule}, &b.zero);
-  }
-  if (error.success()) {
-    error = read({"unit",
-                  at.unit,
-                  p.epilogue.units > 0,
-                  Type::F32,
-                  {p.num_weights * p.epilogue.units},
-                  "weights * units"},
-                 &b.unit);
-  }
-  if (error.success()) {
-    error = read({"index",
-                  at.index,
-                  at.index != 0,
-                  Type::S32,
-                  {weights},
-                  p.epilogue.gated ? "2 * batch" : "batch"},
-                 &b.index);
-  }
-  if (error.success()) {
-    error = read({"group_sizes",
-                  at.group_sizes,
-                  p.is_ragged(),
-                  Type::S32,
-                  {p.groups_of_rows},
-                  "groups_of_rows"},
-                 &b.group_sizes);
-  }
-  if (error.success()) {
-    const bool given = p.is_ragged() && at.group_offset != 0;
-    error = read({"group_offset", at.group_offset, given, Type::S32, {1}, "1"}, &b.group_offset);
-  }
-  if (error.success()) {
-    error = read({"permutation", at.permutation, permuted, Type::S32, {p.k}, "k"}, &b.permutation);
-  }
-  if (error.success()) {
-    error = read(
-        {"bias", at.bias, at.bias != 0, TypeOf(p.epilogue.bias), {p.biases() * p.n}, "weights * n"},
-        &b.bias);
-  }
-  if (error.success()) {
-    error = read({"residual",
-                  at.residual,
-                  at.residual != 0,
-                  TypeOf(p.epilogue.residual),
-                  {rows * p.n},
-                  "rows * n"},
-                 &b.residual);
-  }
-  if (error.success()) {
-    error = read({"lhs_scale", at.lhs_scale, scaled, Type::F32, {rows}, "batch * m"}, &b.lhs_scale);
-  }
-  if (error.success()) {
-    error = read({"gathered", at.gathered, permuted, TypeOf(p.lhs), lhs, kRows}, &b.gathered);
-  }
-  return error;
+  found->buffers.codebook = product->codebook;
+  return BufferReader(*this, *product, found).Read();
 }
 
 }  // namespace jaxlowbit

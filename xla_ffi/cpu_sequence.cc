@@ -70,7 +70,7 @@ ffi::Error CheckProduct(const QuantizedMatmul& p, const CpuClone& clone) {
   if (p.transposed) {
     return InvalidArgument("the CPU kernel has no transposed product; it runs as plain XLA.");
   }
-  if (p.scale == ElementType::kSuper) {
+  if (HasTwoLevels(p.scale)) {
     return InvalidArgument(
         "scale is u8 but the CPU kernels read no scales of two levels; expand them to f32.");
   }

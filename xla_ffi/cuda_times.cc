@@ -42,6 +42,11 @@ std::vector<Choice> DecodeChoices(ffi::Span<const int64_t> numbers) {
   return choices;
 }
 
+bool AreAligned(const Buffers& b) {
+  return IsAligned(b.lhs) && IsAligned(b.scale) && IsAligned(b.zero) && IsAligned(b.packed) &&
+         IsAligned(b.out);
+}
+
 // microseconds[i] = median time of the product with choices[i]. Results: out, microseconds, workspace.
 ffi::Error ExecuteTimes(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
                         ffi::Dictionary dictionary) {
@@ -81,11 +86,8 @@ ffi::Error ExecuteTimes(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remai
                              " for each of the " + std::to_string(results.element_count()) +
                              " results.");
     }
-    for (const void* data : {operands.buffers.lhs, operands.buffers.scale, operands.buffers.zero,
-                             static_cast<const void*>(operands.buffers.packed),
-                             static_cast<const void*>(operands.buffers.out)}) {
-      if (!IsAligned(data))
-        return InvalidArgument("what is timed must begin at multiples of 16 bytes.");
+    if (!AreAligned(operands.buffers)) {
+      return InvalidArgument("what is timed must begin at multiples of 16 bytes.");
     }
     for (const Choice& choice : decoded) {
       const Support support = Supports(choice, problem, *target.device, workspace_bytes);

@@ -301,6 +301,28 @@ void Define(nb::module_& module, const char* name, Function function) {
       nb::arg("workspace_bytes") = kMaxWorkspaceBytes);
 }
 
+void BindLimits(nb::module_& module) {
+  nb::list kernels;
+  for (const char* name : kKernelNames) kernels.append(name);
+  module.attr("KERNELS") = kernels;
+  nb::list kernel_bits, compiled_bits;
+  for (int bits : kKernelBits) kernel_bits.append(bits);
+  for (int bits : kCompiledBits) compiled_bits.append(bits);
+  module.attr("KERNEL_BITS") = nb::tuple(kernel_bits);
+  module.attr("COMPILED_BITS") = nb::tuple(compiled_bits);
+  module.attr("MAX_TABLE_BITS") = kMaxTableBits;
+  module.attr("LAYOUT_VERSION") = kLayoutVersion;
+  module.attr("MAX_SPLIT_K") = kMaxSplitK;
+  module.attr("MAX_K_OF_8_BITS") = kMaxKOf8Bits;
+  module.attr("MAX_RMS_NORM_COLUMNS") = kMaxRmsNormColumns;
+  module.attr("MAX_ATTEND_HEAD_SIZE") = kMaxAttendHeadSize;
+  module.attr("MAX_ATTEND_SHARED") = kMaxAttendShared;
+  module.attr("MAX_CPU_ATTEND_HEAD_SIZE") = CpuAttend::kMaxHeadSize;
+  module.attr("MAX_EXCHANGE_ROWS") = kMaxExchangeRows;
+  module.attr("PLACE_ALIGNMENT") = kPlaceAlignment;
+  module.attr("MAX_WORKSPACE_BYTES") = kMaxWorkspaceBytes;
+}
+
 }  // namespace
 }  // namespace jaxlowbit
 
@@ -332,15 +354,7 @@ NB_MODULE(_ffi, module) {
   module.def("set_tuned", &jaxlowbit::SetTunedEntries, nb::arg("device_name"), nb::arg("entries"),
              nb::kw_only(), nb::arg("compute_capability"), nb::arg("num_sms"),
              nb::arg("shared_bytes_per_sm"));
-  nb::list kernels;
-  for (const char* name : jaxlowbit::kKernelNames) kernels.append(name);
-  module.attr("KERNELS") = kernels;
-  nb::list kernel_bits, compiled_bits;
-  for (int bits : jaxlowbit::kKernelBits) kernel_bits.append(bits);
-  for (int bits : jaxlowbit::kCompiledBits) compiled_bits.append(bits);
-  module.attr("KERNEL_BITS") = nb::tuple(kernel_bits);
-  module.attr("COMPILED_BITS") = nb::tuple(compiled_bits);
-  module.attr("MAX_TABLE_BITS") = jaxlowbit::kMaxTableBits;
+  jaxlowbit::BindLimits(module);
   module.def("unsupported", &jaxlowbit::Unsupported, nb::arg("product"),
              nb::arg("compute_capability"), nb::arg("kernel") = "");
   module.def(
@@ -357,17 +371,7 @@ NB_MODULE(_ffi, module) {
       },
       nb::arg("product"), nb::arg("isa"));
   module.def("codebook", &jaxlowbit::NameCodebook, nb::arg("numbers"));
-  module.attr("LAYOUT_VERSION") = jaxlowbit::kLayoutVersion;
-  module.attr("MAX_SPLIT_K") = jaxlowbit::kMaxSplitK;
-  module.attr("MAX_K_OF_8_BITS") = jaxlowbit::kMaxKOf8Bits;
   module.def("partial_sums_bytes", &jaxlowbit::PartialSumsBytes, nb::arg("product"));
   module.def("attend_bytes", &jaxlowbit::MaxAttendBytes, nb::kw_only(), nb::arg("batch"),
              nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_size"), nb::arg("reach"));
-  module.attr("MAX_RMS_NORM_COLUMNS") = jaxlowbit::kMaxRmsNormColumns;
-  module.attr("MAX_ATTEND_HEAD_SIZE") = jaxlowbit::kMaxAttendHeadSize;
-  module.attr("MAX_ATTEND_SHARED") = jaxlowbit::kMaxAttendShared;
-  module.attr("MAX_CPU_ATTEND_HEAD_SIZE") = jaxlowbit::CpuAttend::kMaxHeadSize;
-  module.attr("MAX_EXCHANGE_ROWS") = jaxlowbit::kMaxExchangeRows;
-  module.attr("PLACE_ALIGNMENT") = jaxlowbit::kPlaceAlignment;
-  module.attr("MAX_WORKSPACE_BYTES") = jaxlowbit::kMaxWorkspaceBytes;
 }

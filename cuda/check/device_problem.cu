@@ -509,7 +509,8 @@ uint64_t DeviceProblem::Digest() const {
 
 std::string Describe(const QuantizedMatmul& p, const Optional& optional) {
   const auto name = [](ElementType type) {
-    constexpr const char* kNames[] = {"f32", "bf16", "f16", "e8m0", "e4m3", "int8", "int32"};
+    constexpr const char* kNames[] = {"f32",  "bf16", "f16",   "e8m0",
+                                      "e4m3", "int8", "super", "int32"};
     return kNames[static_cast<int>(type)];
   };
   char text[160];

@@ -35,9 +35,9 @@ struct InstanceKey {
   constexpr uint32_t number() const {
     uint32_t number = static_cast<uint32_t>(variant);
     number = number << 4 | static_cast<uint32_t>(bits);
-    number = number << 3 | static_cast<uint32_t>(codebook);
-    number = number << 3 | static_cast<uint32_t>(scale);
-    number = number << 3 | static_cast<uint32_t>(lhs);
+    number = number * kNumCodebooks + static_cast<uint32_t>(codebook);
+    number = number * kNumElementTypes + static_cast<uint32_t>(scale);
+    number = number * kNumElementTypes + static_cast<uint32_t>(lhs);
     for (int field : {static_cast<int>(zero), static_cast<int>(family)}) {
       number = number << 2 | static_cast<uint32_t>(field);
     }
@@ -80,7 +80,7 @@ constexpr bool HasCodebook(int bits, Codebook codebook) {
 // Whether this scale type supports this width and codebook: int8 scales need 2-bit to 4-bit integers, two-level scales
 // need integers.
 constexpr bool HasScale(int bits, Codebook codebook, ElementType scale) {
-  if (scale == ElementType::kSuper) return codebook == Codebook::kNone;
+  if (HasTwoLevels(scale)) return codebook == Codebook::kNone;
   return scale != ElementType::kInt8 || (codebook == Codebook::kNone && 2 <= bits && bits <= 4);
 }
 
@@ -88,7 +88,7 @@ constexpr bool HasScale(int bits, Codebook codebook, ElementType scale) {
 // Otherwise: any.
 constexpr bool HasZero(Codebook codebook, ElementType scale, ZeroKind zero) {
   if (zero == ZeroKind::kNone) return true;
-  if (scale == ElementType::kSuper) return zero == ZeroKind::kFloat;
+  if (HasTwoLevels(scale)) return zero == ZeroKind::kFloat;
   return codebook == Codebook::kNone && !Is8Bit(scale);
 }
 
@@ -100,10 +100,11 @@ void ForEachFormat(Family family, int bits, Visit visit) {
     const auto codebook = static_cast<Codebook>(number);
     if (!HasCodebook(bits, codebook)) continue;
     for (ElementType lhs : {ElementType::kF16, ElementType::kBf16}) {
-      for (ElementType scale : {ElementType::kF32, lhs, ElementType::kE8m0, ElementType::kE4m3,
-                                ElementType::kInt8, ElementType::kSuper}) {
+      for (int type = 0; type < kNumElementTypes; ++type) {
+        const auto scale = static_cast<ElementType>(type);
+        if (scale != ElementType::kF32 && scale != lhs && !Is8Bit(scale)) continue;
         if (!HasScale(bits, codebook, scale)) continue;
-        if (scale == ElementType::kSuper && family != Family::kSm90Stream) continue;
+        if (HasTwoLevels(scale) && family != Family::kSm90Stream) continue;
         for (ZeroKind zero : {ZeroKind::kNone, ZeroKind::kInteger, ZeroKind::kFloat}) {
           if (!HasZero(codebook, scale, zero)) continue;
           visit(InstanceKey{family, lhs, scale, zero, bits, codebook, 0});
@@ -146,9 +147,9 @@ void ForEachByteFormat(int bits, Visit visit) {
 
 // C++ names of template arguments. The codebook is the last argument; instances for integers omit it.
 inline std::string CudaName(ElementType type) {
-  constexpr const char* kNames[] = {
-      "float",           "__nv_bfloat16", "__half",           "jaxlowbit::E8m0",
-      "jaxlowbit::E4m3", "int8_t",        "jaxlowbit::Super", "int"};
+#define JAXLOWBIT_NAME(enumerator, name, bytes, device_type, xla_type) device_type,
+  constexpr const char* kNames[] = {JAXLOWBIT_ELEMENT_TYPES(JAXLOWBIT_NAME)};
+#undef JAXLOWBIT_NAME
   return kNames[static_cast<int>(type)];
 }
 inline std::string LastArgument(Codebook codebook) {

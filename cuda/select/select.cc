@@ -186,34 +186,32 @@ Choice SelectRagged(const QuantizedMatmul& problem, const Device& device) {
   return best;
 }
 
-}  // namespace
+std::string Number(int64_t value) { return std::to_string(value); }
 
-Support Supports(const QuantizedMatmul& problem, const Device& device) {
-  if (problem.is_ragged()) return SupportsRagged(problem, device);
-  const auto number = [](int64_t value) { return std::to_string(value); };
-  if (device.compute_capability < 80) {
-    return {"the kernels need compute capability 8.0, this device has " +
-            number(device.compute_capability / 10) + "." + number(device.compute_capability % 10)};
-  }
-  if (!Contains(kKernelBits, problem.bits) && !Contains(kCompiledBits, problem.bits)) {
-    return {"the kernels do not read weights of " + number(problem.bits) + " bits"};
-  }
+bool IsLhsOrFloat32(ElementType type, const QuantizedMatmul& problem) {
+  return type == ElementType::kF32 || type == problem.floats();
+}
+
+Support SupportsLhs(const QuantizedMatmul& problem) {
   if (problem.lhs == ElementType::kF32 || problem.lhs == ElementType::kE8m0) {
     return {"the kernels take bfloat16, float16, int8 or float8_e4m3fn lhs"};
   }
-  const auto lhs_or_float32 = [&](ElementType type) {
-    return type == ElementType::kF32 || type == problem.floats();
-  };
   if (Is8Bit(problem.lhs) &&
       (!Supports8BitLhs(problem.lhs, problem.bits, problem.codebook, problem.scale, problem.zero) ||
        problem.transposed || problem.permuted_parts > 0)) {
     return {
         "the kernels multiply int8 lhs by integers of 4 and 8 bits, and float8_e4m3fn by e4m3, "
-        "with "
-        "scales of 16 or 32 bits (4-bit integers also with int8 scales or integer zeros), and "
+        "with scales of 16 or 32 bits (4-bit integers also with int8 scales or integer zeros), and "
         "neither transposed nor permuted"};
   }
-  if (!lhs_or_float32(problem.scale) && !Is8Bit(problem.scale)) {
+  return {};
+}
+
+Support SupportsWeights(const QuantizedMatmul& problem) {
+  if (!Contains(kKernelBits, problem.bits) && !Contains(kCompiledBits, problem.bits)) {
+    return {"the kernels do not read weights of " + Number(problem.bits) + " bits"};
+  }
+  if (!IsLhsOrFloat32(problem.scale, problem) && !Is8Bit(problem.scale)) {
     return {"the kernels take scales of the dtype of lhs, float32 or 8 bits"};
   }
   if (!HasScale(problem.bits, problem.codebook, problem.scale)) {
@@ -221,11 +219,11 @@ Support Supports(const QuantizedMatmul& problem, const Device& device) {
   }
   if (!HasCodebook(problem.bits, problem.codebook)) {
     if (problem.codebook == Codebook::kTable) {
-      return {"the kernels look up numbers of codebooks of up to " + number(kMaxTableBits) +
-              " bits, the format has " + number(problem.bits)};
+      return {"the kernels look up numbers of codebooks of up to " + Number(kMaxTableBits) +
+              " bits, the format has " + Number(problem.bits)};
     }
     return {std::string("there is no ") + kCodebookNames[static_cast<int>(problem.codebook)] +
-            " of " + number(problem.bits) + " bits"};
+            " of " + Number(problem.bits) + " bits"};
   }
   if (!HasZero(problem.codebook, problem.scale, problem.zero)) {
     return {
@@ -238,9 +236,12 @@ Support Supports(const QuantizedMatmul& problem, const Device& device) {
        problem.transposed)) {
     return {
         "with float32 lhs the kernels take integers with scales of 16 or 32 bits, and no float "
-        "zero "
-        "or transposed product"};
+        "zero or transposed product"};
   }
+  return {};
+}
+
+Support SupportsResult(const QuantizedMatmul& problem) {
   const Epilogue& e = problem.epilogue;
   if (problem.transposed && (e.gated || e.activation != Activation::kNone)) {
     return {"the transposed product has no epilogue"};
@@ -253,27 +254,42 @@ Support Supports(const QuantizedMatmul& problem, const Device& device) {
        problem.permuted_parts > 0)) {
     return {"a product rounds rows of bfloat16, which are not permuted, and scales its results"};
   }
-  if (!lhs_or_float32(e.bias) || !lhs_or_float32(e.residual)) {
+  if (!IsLhsOrFloat32(e.bias, problem) || !IsLhsOrFloat32(e.residual, problem)) {
     return {"the kernels add a bias and a residual of the dtype of lhs or float32"};
   }
   if (problem.is_integer_matmul()) {
     if (problem.lhs != ElementType::kInt8 || e.gated || e.activation != Activation::kNone) {
       return {"sums of integers are those of int8 lhs, without an epilogue"};
     }
-  } else if (!lhs_or_float32(problem.out)) {
+  } else if (!IsLhsOrFloat32(problem.out, problem)) {
     return {"the kernels write the dtype of lhs or float32"};
   }
+  return {};
+}
+
+}  // namespace
+
+Support Supports(const QuantizedMatmul& problem, const Device& device) {
+  if (problem.is_ragged()) return SupportsRagged(problem, device);
+  if (device.compute_capability < 80) {
+    return {"the kernels need compute capability 8.0, this device has " +
+            Number(device.compute_capability / 10) + "." + Number(device.compute_capability % 10)};
+  }
+  Support support = SupportsLhs(problem);
+  if (support) support = SupportsWeights(problem);
+  if (support) support = SupportsResult(problem);
+  if (!support) return support;
   constexpr int64_t kLargest = int64_t{1} << 30;  // 32-bit positions along k, and atoms along n
   if (problem.k > kLargest || problem.n > kLargest) {
-    return {"the kernels take k and n up to 2^30, this matrix has k=" + number(problem.k) +
-            " and n=" + number(problem.n)};
+    return {"the kernels take k and n up to 2^30, this matrix has k=" + Number(problem.k) +
+            " and n=" + Number(problem.n)};
   }
-  if (problem.scale != ElementType::kSuper) return {};
+  if (!HasTwoLevels(problem.scale)) return {};
   // Only one kernel supports two-level scales, so its limits apply to all products with them.
   if (!DividesSuperBlock(problem.group_size)) {
     return {"scales of two levels are read in groups of 16, 32, 64 or 128"};
   }
-  const Support support = SupportsOnHopper(Kernel::kQmmSm90Stream, problem, device);
+  support = SupportsOnHopper(Kernel::kQmmSm90Stream, problem, device);
   return support ? sm90_stream::SupportsProblem(problem, device) : support;
 }
 
@@ -289,7 +305,7 @@ Support Supports(Kernel kernel, const QuantizedMatmul& problem, const Device& de
   if (support && problem.apply_lhs_scale && kernel != Kernel::kQmmSm90Stream) {
     return {"it does not scale rows"};
   }
-  if (support && problem.scale == ElementType::kSuper && kernel != Kernel::kQmmSm90Stream) {
+  if (support && HasTwoLevels(problem.scale) && kernel != Kernel::kQmmSm90Stream) {
     return {"it reads no scales of two levels"};
   }
   if (support && kernel != Kernel::kQmmSm80) support = SupportsOnHopper(kernel, problem, device);

@@ -124,7 +124,7 @@ def record(format: Format, lhs: Any, scale: Any, **fields: Any) -> list[int]:
         "codebook": "none" if format.codebook is None else ffi.codebook(format.values),
         "zero": format.zero,
         "lhs": str(lhs),
-        "scale": str(scale if format.scale is None else format.scale_dtype),
+        "scale": format.scale if format.two_levels else str(format.scale_dtype or scale),
         "out": str(EXACT if lhs in VALUES else lhs),
     }
     return ffi.product(**own | fields)

@@ -35,7 +35,7 @@ def unsupported(
 def lower(problem: Problem, operands: Operands, target: Target) -> Product:
     del operands, target
     product = of_stored_rows(matmul) if problem.orders else matmul
-    return of_float_scales(product) if problem.format.scale == "two_level" else product
+    return of_float_scales(product) if problem.format.two_levels else product
 
 
 def matmul(problem: Problem, *operands: Array) -> Array:

@@ -94,7 +94,7 @@ def reads_super_blocks(
 def lower(problem: Problem, operands: Operands, target: Target) -> Product:
     whole = not problem.orders or gathers(problem, operands)
     product = matmul if whole else of_stored_rows(matmul)
-    if problem.format.scale != "two_level":
+    if not problem.format.two_levels:
         return product
     n_blocks, k_blocks, _ = operands.packed.shape[-3:]
     lhs, m, n = operands.lhs, math.prod(operands.rows), n_blocks * ATOM

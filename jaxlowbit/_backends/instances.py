@@ -35,13 +35,14 @@ def of_format(format: Format, lhs: jnp.dtype, scale: jnp.dtype, capability: int)
 
     Instances for small M read two-level scales; all others have float scales.
     """
-    if format.scale == "two_level":
+    if format.two_levels:
         floats = of_format(format.expanded, lhs, jnp.dtype("float32"), capability)
     else:
         floats = []
     sums = lhs == jnp.float32  # for float32 activations, supported by only one kernel
     scale = jnp.dtype("float32") if sums else scale
-    types_of = str(EXACT if sums else lhs), str(format.scale_dtype or scale)
+    narrow = format.scale if format.two_levels else format.scale_dtype
+    types_of = str(EXACT if sums else lhs), str(narrow or scale)
     numbers = ffi.codebook(format.values)
     found = []
     for family, expression, ahead_of_time, *types, zero, codebook in ffi.instances(format.bits):

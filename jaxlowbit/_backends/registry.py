@@ -52,6 +52,6 @@ def unsupported(
     """
     if name is None or name not in BACKENDS:
         return "there is no custom call for this platform"
-    if format.scale == "two_level":
+    if format.two_levels:
         format = format.expanded
     return BACKENDS[name].unsupported(lhs, format, sizes=sizes, transposed=transposed, built=built)

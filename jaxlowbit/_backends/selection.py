@@ -73,7 +73,7 @@ def choose(
     levels that no kernel reads in such a product. An 8-bit lhs is quantized activations with padded
     columns.
     """
-    if format.scale == "two_level" and not (
+    if format.two_levels and not (
         device.compute_capability == HOPPER and reads_super_blocks(lhs, batch * m, k, n, format)
     ):
         format, scale = format.expanded, jnp.dtype("float32")

@@ -98,23 +98,7 @@ def quantized_block(
     epsilon = checks.positive(caller, "epsilon", epsilon)
     attended = checks.array(caller, "attended", attended, "floats (..., a)")
     residual = checks.array(caller, "residual", residual, "floats (..., d)")
-    scalar = attended.ndim == 0 or residual.ndim == 0
-    if residual.dtype != attended.dtype or scalar or residual.shape[:-1] != attended.shape[:-1]:
-        raise ValueError(
-            f"quantized_block: residual is {residual.dtype}{list(residual.shape)} and attended "
-            f"{attended.dtype}{list(attended.shape)}, but both have one dtype, an axis of features "
-            "and the same axes before it; cast or reshape one."
-        )
-    d, f = residual.shape[-1], gate_up.n
-    expected = [("out", (attended.shape[-1], d)), ("gate_up", (2, d, f)), ("down", (f, d))]
-    expected += [(f"following[1][{i}]", (d, x.n)) for i, x in enumerate(weights[3:])]
-    for (name, shape), weight in zip(expected, weights, strict=True):
-        if weight.shape != shape:
-            raise ValueError(
-                f"quantized_block: {name} has shape {weight.shape}, but attended has "
-                f"{attended.shape[-1]} and residual {d} features and gate_up {f} columns, so it is "
-                f"{shape}; pass the projection of this block."
-            )
+    _check_shapes(attended, residual, weights)
     options = Options.checked(caller, backend=backend)
     if lhs_qtype is not None:
         lhs_qtype = value_dtype(caller, "lhs_qtype", lhs_qtype)
@@ -128,14 +112,36 @@ def quantized_block(
         x if x.dtype == jnp.float32 else x.astype(attended.dtype) for x in arrays.values()
     )
     for name, scales in arrays.items():
-        if scales.shape != (d,):
+        if scales.shape != residual.shape[-1:]:
             raise ValueError(
                 f"quantized_block: {name} has shape {scales.shape}, but there is a scale for each "
-                f"of the {d} features of residual; pass ({d},)."
+                f"of the {residual.shape[-1]} features of residual; pass {residual.shape[-1:]}."
             )
     fields = {"activation": activation, "epsilon": epsilon, "dtype": lhs_qtype}
     y, *products = run(_Block, (attended, residual), weights, options, norms, **fields)
     return y if following is None else (y, tuple(products))
+
+
+def _check_shapes(attended: Array, residual: Array, weights: Sequence[QuantizedArray]) -> None:
+    """Raises if rows or weights do not fit each other."""
+    scalar = attended.ndim == 0 or residual.ndim == 0
+    if residual.dtype != attended.dtype or scalar or residual.shape[:-1] != attended.shape[:-1]:
+        raise ValueError(
+            f"quantized_block: residual is {residual.dtype}{list(residual.shape)} and attended "
+            f"{attended.dtype}{list(attended.shape)}, but both have one dtype, an axis of features "
+            "and the same axes before it; cast or reshape one."
+        )
+    _, gate_up, _, *following = weights
+    d, f = residual.shape[-1], gate_up.n
+    expected = [("out", (attended.shape[-1], d)), ("gate_up", (2, d, f)), ("down", (f, d))]
+    expected += [(f"following[1][{i}]", (d, x.n)) for i, x in enumerate(following)]
+    for (name, shape), weight in zip(expected, weights, strict=True):
+        if weight.shape != shape:
+            raise ValueError(
+                f"quantized_block: {name} has shape {weight.shape}, but attended has "
+                f"{attended.shape[-1]} and residual {d} features and gate_up {f} columns, so it is "
+                f"{shape}; pass the projection of this block."
+            )
 
 
 def _is_pair(following: Any) -> bool:

@@ -99,8 +99,8 @@ def floats_of(scale: Array, format: Format) -> tuple[Array, Array | None]:
         code = codes_of(scale).astype(jnp.int32)
         power = lax.bitcast_convert_type(jnp.maximum(code, 1) << 23, jnp.float32)
         return jnp.where(code == 255, jnp.nan, power), jnp.where(code == 0, 0.5, 1.0)
-    if format.scale == "e4m3" and scale.dtype == jnp.uint8:
-        scale = lax.bitcast_convert_type(scale, SCALES["e4m3"])
+    if scale.dtype == jnp.uint8 and jnp.issubdtype(format.scale_dtype, jnp.floating):
+        scale = of_codes(scale, format)
     return scale.astype(jnp.float32), None
 
 

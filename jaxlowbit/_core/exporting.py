@@ -44,7 +44,7 @@ def _stored(static: tuple[Any, ...]) -> bytes:
     format, k, n, shards = static
     form = FORM if format.codebook is None else CODEBOOK_FORM
     if format.scale is not None:
-        form = SUPER_FORM if format.scale == "two_level" else SCALE_FORM
+        form = SUPER_FORM if format.two_levels else SCALE_FORM
     fields = {
         "form": form,
         "layout": layout.VERSION,  # a program without custom calls unpacks words itself

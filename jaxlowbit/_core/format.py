@@ -96,7 +96,7 @@ class Format:
             )
         choice("Format", "zero", self.zero, _ZEROS)
         choice("Format", "scale", self.scale, tuple(SCALES), optional=True)
-        if self.scale == "two_level":
+        if self.two_levels:
             self._check_super_blocks()
         elif self.scale is not None and self.zero != "none":
             raise ValueError(
@@ -151,11 +151,16 @@ class Format:
         """The dtype of 8-bit scales; None for wider floats."""
         return None if self.scale is None else SCALES[self.scale]
 
+    @functools.cached_property
+    def two_levels(self) -> bool:
+        """Whether scales have two levels: a number per group, times a float per super-block."""
+        return self.scale == "two_level"
+
     @property
     def scale_span(self) -> int:
         """Number of consecutive input features with inseparable scales: a group or a
         super-block; -1 for all."""
-        return SUPER_BLOCK if self.scale == "two_level" else self.group_size
+        return SUPER_BLOCK if self.two_levels else self.group_size
 
     @functools.cached_property
     def shard_unit(self) -> int:
@@ -167,7 +172,7 @@ class Format:
     def expanded(self) -> "Format":
         """The format with a float scale per group in place of two-level scales; other formats
         unchanged."""
-        return self.replace(scale=None) if self.scale == "two_level" else self
+        return self.replace(scale=None) if self.two_levels else self
 
     @property
     def has_tensor_scale(self) -> bool:
@@ -196,7 +201,7 @@ class Format:
     @functools.cached_property
     def outgrows_float16(self) -> bool:
         """Whether the weights, divided by the tensor scale, may overflow float16."""
-        if self.scale != "e4m3":
+        if not self.has_tensor_scale or self.scales_channels:
             return False
         most = max((abs(x) for x in self.values if math.isfinite(x)), default=self.offset)
         return most * float(jnp.finfo(self.scale_dtype).max) > float(jnp.finfo(jnp.float16).max)

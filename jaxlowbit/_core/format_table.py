@@ -29,14 +29,14 @@ def formula(format: Format) -> str:
         name = format.codebook if isinstance(format.codebook, str) else "codebook"
         return f"{name}[q] s{_second_scale(format)}"
     centred = f"(q - {format.offset}) s{_second_scale(format)}"
-    if format.scale == "two_level":
+    if format.two_levels:
         return {"none": centred, "float": "q s d + b e"}[format.zero]
     return {"none": centred, "integer": "(q - z) s", "float": "q s + b"}[format.zero]
 
 
 def _second_scale(format: Format) -> str:
     """The second factor of weights, after the group scale, if any."""
-    return " d" if format.scale == "two_level" else " t" if format.has_tensor_scale else ""
+    return " d" if format.two_levels else " t" if format.has_tensor_scale else ""
 
 
 def number_range(format: Format) -> tuple[float, float]:
@@ -60,7 +60,7 @@ def bits_per_weight(format: Format, k: int = 4096) -> float:
     """
     shared = 16 if format.scale is None else 8
     shared += {"none": 0, "integer": 8, "float": 16}[format.zero]
-    if format.scale == "two_level":
+    if format.two_levels:
         levels = 8 / format.group_size + 16 / SUPER_BLOCK
         return format.bits + levels * (1 if format.zero == "none" else 2)
     shares = shared / (k if format.group_size == -1 else format.group_size)

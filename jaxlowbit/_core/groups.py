@@ -121,7 +121,7 @@ class Groups:
     def represented(self, scale: Array, zero: Array | None) -> tuple[Array, Array | None]:
         """Scales and zeros from `fit`, rounded as `pack` stores them: scales in float32, zeros in
         their dtype (float32 for two levels)."""
-        if self.format.scale == "two_level":
+        if self.format.two_levels:
             return scales.two_levels(scale, zero, self.format)[2:]
         return scale.astype(jnp.float32), zero
 
@@ -166,7 +166,7 @@ class Groups:
         format, (k, n) = self.format, self._shape[-2:]
         values = self.values if values is None else values
         stored, stored_zero = scales.stored(scale, format), zero
-        if format.scale == "two_level":
+        if format.two_levels:
             stored, stored_zero, scale, zero = scales.two_levels(scale, zero, format)
         qvalue = scales.qvalue(values, scale, zero, format)
         *lead, groups, size, columns = qvalue.shape
@@ -204,7 +204,7 @@ def scale_dtype_of(format: Format, given: Any, weight: Array) -> Any:
             f"quantize: scale_dtype is {checks.brief(given)}, but the format has {format.scale} "
             "scales; leave scale_dtype out, or scale out of the format."
         )
-    if format.scale == "two_level":
+    if format.two_levels:
         return jnp.dtype("float32")  # rounded to two levels afterwards
     if format.scale is not None:
         return format.scale_dtype

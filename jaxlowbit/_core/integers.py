@@ -45,22 +45,64 @@ def checked(
     **Raises:** as `QuantizedArray.from_integers`.
     """
     values = checks.integers("from_integers", "values", values, "integers (..., k, n)")
+    scale = _group_scale(scale, format)
+    if zero is not None:
+        zero = checks.integers("from_integers", "zero", zero, "an array of the shape of scale")
+    if format.codebook is not None:
+        values = _counts(values, format)
+    _check_values(values, zero, format)
+    checks.shards("from_integers", values.shape, shards)
+    _check_groups(values.shape, scale, zero, format, shards)
+    if not format.two_levels:
+        floats, _ = floats_of(scale, format)
+        checks.finite("from_integers", "scale", floats, "they give no weight; repair them")
+    *lead, k, n = values.shape
+    parts, columns = shards
+    tensor_scale = _tensor_scale(tensor_scale, tuple(lead), n, format)
+    rows = -(-k // (parts * SUPER_BLOCK)) * parts
+    super_floats = _super_scale(super_scale, (*lead, rows, n), format)
+    if zero is not None:
+        zero = _integer_or_float_zero(zero, values, scale, format)
+    qvalue = _qvalue("values", values, format)
+    permutation = _permutation(permutation, g_idx, qvalue.shape, format, parts)
+    if permutation is not None:
+        qvalue = permutations.permute(qvalue, permutation, shards=parts, axis=-2)
+
+    def spread(array: Array, unit: int) -> Array:
+        array = padding.spread(array, -2, parts, unit, mode="edge") if unit else array
+        return padding.spread(array, -1, columns, layout.ATOM, mode="edge")
+
+    unit, size = format.shard_unit, format.group_size
+    scale, zero = (
+        None if array is None else spread(array, 0 if size == -1 else unit // size)
+        for array in (scale, zero)
+    )
+    if format.two_levels:
+        own = [spread(array, unit // SUPER_BLOCK) for array in super_floats]
+        scale = super_blocks.packed(scale, own[0], format)
+        zero = None if zero is None else super_blocks.packed(zero, own[1], format)
+    return Groups(spread(qvalue, unit), scale, zero, k, n, permutation, tensor_scale)
+
+
+def _group_scale(scale: Any, format: Format) -> Any:
+    """The scales of groups: floats, 8-bit scales as bits, or the integers of two-level scales."""
     if format.scale == "two_level":
         what = "integers (..., groups, n)"
         scale = checks.integers("from_integers", "scale", scale, what)
     else:
         scale = checks.array("from_integers", "scale", scale, "floats (..., groups, n)")
     if format.scale is not None:
-        scale = _narrow("scale", scale, format)
-    elif scale.dtype not in FLOATS:
+        return _narrow("scale", scale, format)
+    if scale.dtype not in FLOATS:
         raise ValueError(
             f"from_integers: scale is {scale.dtype}, but it must be float32, bfloat16 or float16; "
             "cast it."
         )
-    if zero is not None:
-        zero = checks.integers("from_integers", "zero", zero, "an array of the shape of scale")
-    if format.codebook is not None:
-        values = _counts(values, format)
+    return scale
+
+
+def _check_values(values: Any, zero: Any, format: Format) -> None:
+    """Raises if the values are no integer matrix, or lack the zero of the format."""
     if not jnp.issubdtype(values.dtype, jnp.integer) or values.ndim < 2:
         raise ValueError(
             f"from_integers: values has shape {values.shape} and dtype {values.dtype}, but it "
@@ -77,51 +119,39 @@ def checked(
             f"from_integers: format.zero is {format.zero!r}, but zero is "
             f"{'missing' if zero is None else 'given'}; make the two agree."
         )
-    *lead, k, n = values.shape
-    checks.shards("from_integers", values.shape, shards)
-    size, (parts, columns) = format.group_size, shards
+
+
+def _check_groups(
+    shape: tuple[int, ...], scale: Any, zero: Any, format: Format, shards: tuple[int, int]
+) -> None:
+    """Raises if scales or zeros have another shape than the groups of values of this shape."""
+    *lead, k, n = shape
+    size, (parts, _) = format.group_size, shards
     groups = 1 if size == -1 else -(-k // (parts * size)) * parts
     for name, array in (("scale", scale), ("zero", zero)):
         if array is not None and array.shape != (*lead, groups, n):
             raise ValueError(
                 f"from_integers: {name} has shape {array.shape}, but values of shape "
-                f"{values.shape} in groups of {size} need {(*lead, groups, n)}, with shards="
+                f"{shape} in groups of {size} need {(*lead, groups, n)}, with shards="
                 f"{shards!r}."
             )
-    if format.scale != "two_level":
-        floats, _ = floats_of(scale, format)
-        checks.finite("from_integers", "scale", floats, "they give no weight; repair them")
-    tensor_scale = _tensor_scale(tensor_scale, tuple(lead), n, format)
-    rows = -(-k // (parts * SUPER_BLOCK)) * parts
-    super_floats = _super_scale(super_scale, (*lead, rows, n), format)
-    if zero is not None:
-        zero = _integer_or_float_zero(zero, values, scale, format)
-    qvalue = _qvalue("values", values, format)
+
+
+def _permutation(
+    permutation: Any, g_idx: Any, shape: tuple[int, ...], format: Format, parts: int
+) -> Array | None:
+    """The order of the rows of a matrix of this shape; None if it is unchanged."""
     if g_idx is not None:
         if permutation is not None:
             raise ValueError(
                 "from_integers: permutation and g_idx are both given, but g_idx determines the "
                 "order of the rows; pass one of them."
             )
-        permutation = permutations.of_groups("from_integers", g_idx, qvalue.shape, size, parts)
-    if permutation is not None:
-        permutation = permutations.checked("from_integers", permutation, qvalue.shape, parts)
-        qvalue = permutations.permute(qvalue, permutation, shards=parts, axis=-2)
-    unit = format.shard_unit
-
-    def spread(array: Array, unit: int) -> Array:
-        array = padding.spread(array, -2, parts, unit, mode="edge") if unit else array
-        return padding.spread(array, -1, columns, layout.ATOM, mode="edge")
-
-    scale, zero = (
-        None if array is None else spread(array, 0 if size == -1 else unit // size)
-        for array in (scale, zero)
-    )
-    if format.scale == "two_level":
-        own = [spread(array, unit // SUPER_BLOCK) for array in super_floats]
-        scale = super_blocks.packed(scale, own[0], format)
-        zero = None if zero is None else super_blocks.packed(zero, own[1], format)
-    return Groups(spread(qvalue, unit), scale, zero, k, n, permutation, tensor_scale)
+        size = format.group_size
+        permutation = permutations.of_groups("from_integers", g_idx, shape, size, parts)
+    if permutation is None:
+        return None
+    return permutations.checked("from_integers", permutation, shape, parts)
 
 
 def of_blocks(values: Any, scale: Any, block_size: Any) -> tuple[Any, Any, Format]:
@@ -214,7 +244,7 @@ def _check_range(name: str, integers: Any, low: int, high: int) -> None:
 
 def _super_scale(given: Any, shape: tuple[int, ...], format: Format) -> list[Array]:
     """The float16 factors of super-blocks for integer scales and zeros."""
-    if (given is not None) != (format.scale == "two_level"):
+    if (given is not None) != format.two_levels:
         raise ValueError(
             f"from_integers: format.scale is {format.scale!r}, but super_scale is "
             f"{'missing' if given is None else 'given'}; make the two agree."

@@ -18,7 +18,7 @@ from .format import SCALES, SUPER_BLOCK, Format
 
 # Maximum number of codebook bounds to compare one by one; larger codebooks use binary search.
 _MOST_COMPARED = 15
-_E8M0, _E4M3, _INT8 = SCALES["e8m0"], SCALES["e4m3"], SCALES["int8"]
+_E8M0, _INT8 = SCALES["e8m0"], SCALES["int8"]
 # Smaller magnitudes count as zeros, since XLA flushes them on CPUs.
 _SMALLEST = float(jnp.finfo(jnp.float32).smallest_normal)
 
@@ -37,7 +37,7 @@ def of_tensor(grouped: Array, format: Format) -> Array:
     if format.scales_channels:
         most = float((format.offset - 1) * format.max_scale)
     else:
-        most = float(np.abs(_numbers(format)).max()) * float(jnp.finfo(_E4M3).max)
+        most = float(np.abs(_numbers(format)).max()) * float(jnp.finfo(format.scale_dtype).max)
     return jnp.where(reach >= _SMALLEST, jnp.maximum(reach / most, least(jnp.float32)), 1.0)
 
 
@@ -101,8 +101,8 @@ def least(dtype: Any) -> float:
     if dtype == _INT8:
         return 1.0
     info = jnp.finfo(dtype)
-    wide = dtype in (jnp.float16, _E4M3)
-    return float(info.smallest_subnormal if wide else info.smallest_normal)
+    narrow = dtype == jnp.float16 or info.bits == 8
+    return float(info.smallest_subnormal if narrow else info.smallest_normal)
 
 
 def zero_qvalue(scale: Array, zero: Array | None, format: Format) -> Array:
@@ -214,7 +214,7 @@ def _scale_of_zeros(format: Format) -> float:
     factor, or count as a scale too small for its group.
     """
     has_zero = format.codebook is None or 0 in format.values
-    return 1.0 if has_zero and format.scale not in ("two_level", "int8") else 0.0
+    return 1.0 if has_zero and not (format.two_levels or format.scales_channels) else 0.0
 
 
 def _numbers(format: Format) -> np.ndarray:
@@ -249,7 +249,8 @@ def _scale(extent: Array, steps: int, dtype: Any, empty: float) -> Array:
     """The smallest scale of `dtype` whose `steps` steps cover `extent`; `empty` for no extent. For
     8 bits the nearest scale, since the next one is an eighth larger."""
     scale = jnp.maximum(extent / steps, least(dtype))
-    scale = rounded(scale, dtype) if dtype == _E4M3 else _round(scale, dtype, down=False)
+    narrow = jnp.finfo(dtype).bits == 8
+    scale = rounded(scale, dtype) if narrow else _round(scale, dtype, down=False)
     return jnp.where(extent >= _SMALLEST, scale, jnp.full_like(scale, empty))
 
 

@@ -26,10 +26,9 @@ def checked_factor(caller: str, name: str, factor: Any, k: int) -> Array:
 
 
 def divided(activations: Array, factor: Array) -> Array:
-    """Activations (..., k) divided by the factor (k,) of each channel, float32."""
-    return activations.astype(jnp.float32) / jnp.expand_dims(
-        factor, tuple(range(activations.ndim - 1))
-    )
+    """Activations (*lead, ..., k) divided by the factors (*lead, k) of their channels, float32."""
+    missing = tuple(range(factor.ndim - 1, activations.ndim - 1))
+    return activations.astype(jnp.float32) / jnp.expand_dims(factor, missing)
 
 
 def of_channels(caller: str, name: str, value: Any, k: int) -> Array:

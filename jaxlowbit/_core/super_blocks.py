@@ -29,7 +29,7 @@ def stored_shapes(
     n_blocks, k_blocks = layout.blocks(n), layout.blocks(k)
     rows, size = k_blocks * layout.ATOM, format.group_size  # every padded row has a scale
     groups = 1 if size == -1 else -(-rows // size)
-    if format.scale == "two_level":
+    if format.two_levels:
         groups = num_blocks(rows) * (_groups(format) + _FLOAT_ROWS)
     words = layout.WORDS_PER_BIT * format.bits
     return (n_blocks, k_blocks, words), (n_blocks, groups, layout.ATOM)
@@ -70,7 +70,7 @@ def expanded(
 ) -> tuple[Array, Array | None, Format]:
     """Expands two-level scales and zeros of a matrix with `rows` rows exactly to float32, one per
     group, and returns them with the matching format. Other scales are returned unchanged."""
-    if format.scale != "two_level":
+    if not format.two_levels:
         return scale, zero, format
     _, (_, groups, _) = stored_shapes(rows, 1, format.expanded)
 

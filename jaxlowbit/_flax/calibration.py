@@ -13,8 +13,18 @@ from .._core.array import LEAVES, QuantizedArray
 from .._core.checks import brief
 from .._core.format import Format
 from ..quantizers import _registry
-from ..quantizers._calibration import Calibration, Results, check_statistics, warn_of_few_rows
+from ..quantizers._calibration import (
+    Calibration,
+    Results,
+    check_statistics,
+    unreached,
+    warn_of_few_rows,
+    warn_of_unreached,
+    with_identity,
+)
+from .input_factors import FACTOR
 from .recording import Record
+from .weights import Scaled
 
 _CALLER = "quantize_model"
 
@@ -25,12 +35,13 @@ class Layers(NamedTuple):
     - `formats`: by layer name.
     - `tables`: names of embeddings, which the model may never multiply by.
     - `run(names, batch, record)`: runs a batch and records the inputs of the named layers.
+    - `replace(name, quantizer, statistics)`: quantizes a layer.
     """
 
     formats: Mapping[str, Format]
     tables: frozenset[str]
     run: Callable[[Sequence[str], Any, Any], None]
-    replace: Callable[[str, Any, Any], QuantizedArray]
+    replace: Callable[[str, Any, Any], Scaled]
 
 
 def checked(quantizer: Any, calibration: Any) -> Calibration | None:
@@ -39,11 +50,6 @@ def checked(quantizer: Any, calibration: Any) -> Calibration | None:
     **Raises:** `TypeError` and `ValueError` for a calibration or a quantizer that does not fit.
     """
     _registry.check(_CALLER, quantizer)
-    if _registry.factors_of(quantizer) is not None:
-        raise ValueError(
-            f"{_CALLER}: quantizer={quantizer!r} divides inputs in the operation before a layer, "
-            "which only jaxlowbit.llm.load knows; use 'gptq' or 'mse' here."
-        )
     _registry.check_calibration(_CALLER, quantizer, calibration is not None)
     return None if calibration is None else Calibration.of(_CALLER, calibration)
 
@@ -77,7 +83,10 @@ def calibrate(layers: Layers, quantizer: Any, calibration: Calibration) -> None:
                 record.forget()
             for name in names:
                 found = check_statistics(_CALLER, name, record.statistics.get(name))
-                rows, features = int(np.min(found.rows)), found.absmax.shape[-1]
+                warn_of_unreached(_CALLER, name, unreached(found))
+                found = with_identity(found)
+                rows = np.asarray(found.rows)
+                rows, features = int(np.min(rows[rows > 0])), found.absmax.shape[-1]
                 if full and not few:
                     few = warn_of_few_rows(_CALLER, name, rows, features)
                 _save(results, name, layers.replace(name, quantizer, found))
@@ -118,9 +127,10 @@ def _key(layers: Layers, quantizer: Any, batch: Any) -> dict[str, Any]:
     return {"layers": formats, "quantizer": brief(quantizer), "batch": digest.hexdigest()}
 
 
-def _save(results: Results, name: str, kernel: QuantizedArray) -> None:
+def _save(results: Results, name: str, found: Scaled) -> None:
     if results.folder is not None:
-        leaves = {leaf: getattr(kernel, leaf) for leaf in LEAVES}
+        kernel, factor = found
+        leaves = {leaf: getattr(kernel, leaf) for leaf in LEAVES} | {FACTOR: factor}
         arrays = {leaf: x for leaf, x in leaves.items() if x is not None}
         results.save(name, arrays | {"sizes": np.array([kernel.k, kernel.n, *kernel.shards])})
 
@@ -131,10 +141,12 @@ def _restore(layers: Layers, results: Results, name: str) -> bool:
     if arrays is None:
         return False
     k, n, *shards = map(int, arrays.pop("sizes"))
+    factor = arrays.pop(FACTOR, None)
     leaves: Any = {leaf: None for leaf in LEAVES} | {x: jnp.asarray(y) for x, y in arrays.items()}
     format = layers.formats[name]
     kernel = QuantizedArray(**leaves, format=format, k=k, n=n, shards=(shards[0], shards[1]))
-    layers.replace(name, lambda *_, **__: kernel, None)
+    factor = None if factor is None else jnp.asarray(factor)
+    layers.replace(name, Scaled(kernel, factor), None)
     return True
 
 

@@ -14,7 +14,7 @@ from jax import Array
 from .._core import explicit
 from .._core.array import QuantizedArray
 from .._core.checks import brief
-from .._matmul.api import quantized_matmul
+from .input_factors import multiply
 
 _Labels = tuple[Any, ...]  # letters, and numbers for rows
 _EQUATION = re.compile(r"({0}),([a-zA-Z]*)->({0})".format(r"[a-zA-Z]*(?:\.\.\.)?[a-zA-Z]*"))
@@ -216,10 +216,13 @@ class Equation:
         kernel: QuantizedArray,
         bias: Array | None = None,
         *,
+        lhs_factor: Array | None = None,
         lhs_qtype: Any = None,
         preferred_element_type: Any = None,
     ) -> Array:
         """Computes the equation. A bias of `bias_shape` is added before the result is rounded.
+
+        `lhs_factor`: factors (*batch, k) that divide the inputs, or None.
 
         **Raises:** `ValueError` for inputs whose axes differ from the kernel's.
         """
@@ -239,9 +242,10 @@ class Equation:
             bias = bias.reshape([sizes[x] for x in names])
             bias = bias.transpose([names.index(x) for x in (*batch, *features)])
             bias = bias.reshape(*lead, -1)
-        out = quantized_matmul(
+        out = multiply(
             lhs,
             kernel,
+            lhs_factor,
             bias=bias,
             lhs_qtype=lhs_qtype,
             preferred_element_type=preferred_element_type,

@@ -17,12 +17,12 @@ from jax import Array
 from .._core import checks
 from .._core.array import QuantizedArray
 from .._core.format import Format
-from .._matmul.api import quantized_matmul
 from . import arguments
 from .einsum_layers import EinsumLayer, EinsumParameter
 from .equation import TABLE, Equation, as_tuple, check_batch, positions
-from .linen_variables import QueryWidthError, initialise, kernel_of, packing_of
-from .weights import Packing, Path, Shards, lookup, stand_in
+from .input_factors import lookup, multiply
+from .linen_variables import QueryWidthError, factor_of, initialise, kernel_of, packing_of
+from .weights import Packing, Path, Shards, stand_in
 
 
 def _multiply(
@@ -35,6 +35,7 @@ def _multiply(
 ) -> Array:
     """Multiplies inputs by the stored kernel of a layer, which may be a float layer."""
     kernel = kernel_of(layer, packing, equation, weight)
+    factor = factor_of(layer, packing, weight)
     like = stand_in(kernel, getattr(layer, "param_dtype", None))
     promote = getattr(layer, "promote_dtype", dtypes.promote_dtype)
     with checks.within(type(layer).__name__, lhs="inputs", rhs="the kernel"):
@@ -43,6 +44,7 @@ def _multiply(
             inputs,
             kernel,
             bias,
+            lhs_factor=factor,
             lhs_qtype=packing.lhs_qtype,
             preferred_element_type=getattr(layer, "preferred_element_type", None),
         )
@@ -285,7 +287,7 @@ def _embed(layer: Any, packing: Packing, inputs: Any) -> Array:
     table = _table(layer, packing)
     like = stand_in(table, layer.param_dtype)
     (like,) = layer.promote_dtype(like, dtype=layer.dtype, inexact=False)
-    return lookup(table, arguments.tokens(inputs), like.dtype)
+    return lookup(table, arguments.tokens(inputs), like.dtype, factor_of(layer, packing))
 
 
 def _attend(layer: Any, packing: Packing, query: Any) -> Array:
@@ -300,7 +302,7 @@ def _attend(layer: Any, packing: Packing, query: Any) -> Array:
     like = stand_in(table, layer.param_dtype)
     with checks.within(caller, lhs="query", rhs="the table"):
         query, _ = layer.promote_dtype(query, like, dtype=layer.dtype)
-        return quantized_matmul(query, table, lhs_qtype=packing.lhs_qtype)
+        return multiply(query, table, factor_of(layer, packing), lhs_qtype=packing.lhs_qtype)
 
 
 # --- float layers ---------------------------------------------------------------------------------

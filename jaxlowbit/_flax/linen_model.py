@@ -1,5 +1,6 @@
 """`quantize_model` for Linen: changes the variables, and the products that the module computes."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -7,16 +8,16 @@ import jax
 from flax import core, nnx, traverse_util
 from flax import linen as nn
 
-from .._core.array import QuantizedArray
 from .._core.checks import brief
 from ..quantizers import Calibration
 from .arguments import inner, not_a_model
 from .calibration import Layers, calibrate, checked
 from .einsum_layers import EinsumLayer, EinsumParameter, split
+from .input_factors import FACTOR
 from .linen_layers import NAMES
 from .linen_quantized import QuantizedModel, stored_arrays
 from .linen_tracing import Layer, find_layers
-from .linen_variables import COLLECTION, held_kernel, quantized, value_of
+from .linen_variables import COLLECTION, held_factor, held_kernel, quantized, value_of
 from .recording import RecordingView
 from .report import LayerReport, QuantizationReport, Rest
 from .rules import (
@@ -30,7 +31,7 @@ from .rules import (
     choose,
 )
 from .weight_program import run
-from .weights import EXPECTED, Packing, Path, abstract, check_values, quantizing_by
+from .weights import EXPECTED, Packing, Path, Scaled, abstract, check_values, quantizing_by
 
 
 def quantize_model(
@@ -131,7 +132,7 @@ def quantize_model(
         elif path in packings:
             boxed = params.pop(key)
             with quantizing_by("quantize_model", quantizer):
-                reports.append(_quantize(path, layer, boxed, packings[path], stored, donate))
+                reports.append(_quantize(path, layer, boxed, packings, stored, donate))
         elif key in params:
             options = choice.reason, choice.by_default
             reports.append(LayerReport.kept(".".join(path), value_of(params[key]), *options))
@@ -146,14 +147,15 @@ def quantize_model(
 
 
 class _Calibrated(NamedTuple):
-    """A model whose layers are quantized one after the other; updates `params` and `stored`."""
+    """A model whose layers are quantized one after the other; updates `params`, `stored` and
+    `packings`."""
 
     module: nn.Module
     layers: tuple[EinsumLayer, ...]
     variables: Mapping[str, Any]
     params: dict[Path, Any]
     stored: dict[Path, Any]
-    packings: Mapping[Path, Packing]
+    packings: dict[Path, Packing]
     donate: bool
 
     def calibrated(
@@ -183,15 +185,16 @@ class _Calibrated(NamedTuple):
 
             run(compute, views)
 
-        def replace(name: str, quantizer: Any, statistics: Any) -> QuantizedArray:
+        def replace(name: str, quantizer: Any, statistics: Any) -> Scaled:
             path = paths[name]
-            layer, packing = chosen[path], self.packings[path]
+            layer = chosen[path]
             boxed = self.params.pop(layer.kind.key(path))
             equation = layer.equation_of(value_of(boxed))
             with quantizing_by("quantize_model", quantizer, statistics):
-                reports[path] = _quantize(path, layer, boxed, packing, self.stored, self.donate)
+                options = self.packings, self.stored, self.donate
+                reports[path] = _quantize(path, layer, boxed, *options)
             held = {key[-1]: x for key, x in self.stored.items() if key[:-1] == path}
-            return held_kernel(name, held, packing, equation)
+            return Scaled(held_kernel(name, held, self.packings[path], equation), held_factor(held))
 
         tables = frozenset(name for name, path in paths.items() if chosen[path].kind.table)
         formats = {name: self.packings[path].format for name, path in paths.items()}
@@ -227,20 +230,22 @@ def _quantize(
     path: Path,
     layer: Layer,
     boxed: Any,
-    packing: Packing,
+    packings: dict[Path, Packing],
     stored: dict[Path, Any],
     donate: bool,
 ) -> LayerReport:
-    """Adds the quantized weight of a layer to the `stored` variables."""
-    name, weight = ".".join(path), value_of(boxed)
+    """Adds the quantized weight of a layer to the `stored` variables, and notes its factors in
+    `packings`."""
+    name, weight, packing = ".".join(path), value_of(boxed), packings[path]
     equation = layer.equation_of(weight)
     try:
         kernel, arrays = quantized(boxed, packing, equation)
     except ValueError as error:
         raise ValueError(f"quantize_model: in {name}: {inner(error)}") from None
     stored |= stored_arrays(path, arrays)
+    packings[path] = dataclasses.replace(packing, factor=FACTOR in arrays)
     dtype = getattr(layer.module, "dtype", None) or kernel.dtype
-    options = dtype, equation.matrix, packing.lhs_qtype
+    options = dtype, equation.matrix, packing.lhs_qtype, held_factor(arrays)
     report = LayerReport.quantized(name, weight, kernel, *options)
     if donate and isinstance(weight, jax.Array):
         weight.delete()

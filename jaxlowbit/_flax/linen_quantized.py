@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax.numpy as jnp
 from flax import core, traverse_util
 from flax import linen as nn
 
@@ -13,9 +14,10 @@ from .._core.checks import brief
 from .._core.format import Format
 from .einsum_layers import EinsumLayer
 from .equation import Equation
+from .input_factors import FACTOR
 from .linen_layers import kind_of
 from .linen_tracing import find_layers
-from .linen_variables import COLLECTION, held_kernel, quantized, value_of
+from .linen_variables import COLLECTION, held_factor, held_kernel, quantized, value_of
 from .weight_program import run
 from .weight_view import WeightView
 from .weights import Packing, Path
@@ -92,7 +94,9 @@ class QuantizedModel:
             else:
                 continue
             if key in params:
-                arrays = quantized(params.pop(key), packing, equation)[1]
+                kernel, arrays = quantized(params.pop(key), packing, equation)
+                if packing.factor:
+                    arrays[FACTOR] = jnp.ones(kernel.shape[:-1], jnp.float32)
                 stored |= stored_arrays(path, arrays)
         return {
             **variables,
@@ -135,7 +139,8 @@ class QuantizedModel:
             name = ".".join(key)
             paths[name] = key
             kernel = held_kernel(name, held, packing, equation)
-            views[name] = WeightView.of(kernel, equation, packing.lhs_qtype)
+            inputs = packing.lhs_qtype, held_factor(held) if packing.factor else None
+            views[name] = WeightView.of(kernel, equation, *inputs)
 
         def compute(floats: Mapping[str, Any]) -> Any:
             out = apply({paths[name]: value for name, value in floats.items()})

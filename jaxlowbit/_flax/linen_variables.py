@@ -16,6 +16,7 @@ from .._core.format import as_format
 from . import arguments
 from .arguments import inner
 from .equation import Equation, as_tuple
+from .input_factors import FACTOR
 from .sharding import Entries, MatrixSharding, mesh_of, padded
 from .weights import ARRAYS, Packing, kernel_from, quantize_weight
 
@@ -60,22 +61,27 @@ def quantized(
 ) -> tuple[QuantizedArray, dict[str, Any]]:
     """The matrix of a weight, and its variables; boxed with axis names if the weight is boxed."""
     value = value_of(weight)
-    kernel = quantize_weight(value, packing.format, equation.matrix, packing.shards)
+    kernel, factor = quantize_weight(value, packing.format, equation.matrix, packing.shards)
     if not isinstance(weight, meta.Partitioned):
-        return kernel, variables_of(kernel)
-    kernel, specs = _sharding(weight, value, equation).divide(kernel)
+        return kernel, _variables(kernel, factor)
+    sharding = _sharding(weight, value, equation)
+    kernel, specs = sharding.divide(kernel)
     names: dict[str, Entries] = {name: tuple(getattr(specs, name) or ()) for name in ARRAYS}
     if names["version"]:  # the axes of a stack, which both have in front
         names[PADDING] = (*names["version"], None, None)
+    if factor is not None:
+        factor, spec = sharding.divide_factor(factor)
+        names[FACTOR] = tuple(spec)
     return kernel, {
         name: weight.replace(value=array, names=names[name]) if names.get(name) else array
-        for name, array in variables_of(kernel).items()
+        for name, array in _variables(kernel, factor).items()
     }
 
 
-def variables_of(array: QuantizedArray) -> dict[str, Any]:
+def _variables(array: QuantizedArray, factor: Any) -> dict[str, Any]:
     """The variables of a matrix (..., k, n) in the collection."""
-    variables = {name: getattr(array, name) for name in ARRAYS} | {PADDING: _padding(array)}
+    variables = {name: getattr(array, name) for name in ARRAYS}
+    variables |= {PADDING: _padding(array), FACTOR: factor}
     return {name: held for name, held in variables.items() if held is not None}
 
 
@@ -159,6 +165,16 @@ def kernel_of(
     return kernel
 
 
+def factor_of(module: Any, packing: Packing, weight: str | None = None) -> Any:
+    """The factors (k,) of the inputs of `module` in the collection, or None without any."""
+    return held_factor(_held(module, weight)) if packing.factor else None
+
+
+def held_factor(held: Mapping[str, Any]) -> Any:
+    """The factors (..., k) among the variables of a weight, or None."""
+    return value_of(held.get(FACTOR))
+
+
 def held_kernel(
     name: str, held: Mapping[str, Any], packing: Packing, equation: Equation
 ) -> QuantizedArray:
@@ -170,6 +186,11 @@ def held_kernel(
         raise KernelNotFoundError(
             f"{name} has no kernel in the collection {COLLECTION!r}. Pass the variables that "
             f"contain it; inside nn.scan or nn.vmap, add {COLLECTION!r}: 0 to variable_axes."
+        )
+    if packing.factor and FACTOR not in held:
+        raise KernelNotFoundError(
+            f"{name} has no {FACTOR!r} in the collection {COLLECTION!r}, which divides its inputs. "
+            "Pass the variables that quantize_model returned."
         )
     arrays = {array: value_of(held.get(array)) for array in (*ARRAYS, PADDING)}
     if not jax.sharding.get_abstract_mesh().manual_axes:  # where arrays and inputs are parts
@@ -184,7 +205,7 @@ def _held(module: Any, weight: str | None) -> Mapping[str, Any]:
     """The variables of a weight of `module` in the collection."""
     if weight is not None:
         return module.get_variable(COLLECTION, weight) or {}
-    names = [name for name in (*ARRAYS, PADDING) if module.has_variable(COLLECTION, name)]
+    names = [name for name in (*ARRAYS, PADDING, FACTOR) if module.has_variable(COLLECTION, name)]
     return {name: module.get_variable(COLLECTION, name) for name in names}
 
 

@@ -22,8 +22,9 @@ from .._core import checks
 from .._core.format import Format
 from . import arguments
 from .equation import TABLE, Equation, check_batch, place, positions
+from .input_factors import lookup
 from .nnx_variables import QuantizedModule
-from .weights import Shards, lookup, stand_in
+from .weights import Shards, stand_in
 
 default_kernel_init = initializers.lecun_normal()
 default_bias_init = initializers.zeros_init()
@@ -107,16 +108,19 @@ class QuantizedLayer(QuantizedModule):
         like = stand_in(kernel, self.param_dtype)
 
         def product(inputs: Array, operands: Any) -> Array:
+            kernel, factor, *bias = operands
             return equation.multiply(
                 inputs,
-                *operands,
+                kernel,
+                *bias,
+                lhs_factor=factor,
                 lhs_qtype=self.lhs_qtype,
                 preferred_element_type=self.preferred_element_type,
             )
 
         with checks.within(type(self).__name__, lhs=name, rhs=f"the {self.weight_name}"):
             inputs, _, *added = self.promote_dtype((inputs, like, *bias), dtype=self.dtype)
-            return place(product, inputs, (kernel, *added), out_sharding)
+            return place(product, inputs, (kernel, self.factor, *added), out_sharding)
 
     def _bias(self) -> Array | None:
         return None if self.bias is None else self.bias.get_value()
@@ -568,12 +572,13 @@ class QuantizedEmbed(QuantizedLayer):
         like = stand_in(table, self.param_dtype)
         (like,) = self.promote_dtype((like,), dtype=self.dtype, inexact=False)
 
-        def look(inputs: Any, table: Any) -> Array:
-            return lookup(table, inputs, like.dtype)
+        def look(inputs: Any, operands: Any) -> Array:
+            table, factor = operands
+            return lookup(table, inputs, like.dtype, factor)
 
         tokens = arguments.tokens(inputs)
         with checks.within(type(self).__name__, lhs="inputs", rhs="the table"):
-            return place(look, tokens, table, out_sharding)
+            return place(look, tokens, (table, self.factor), out_sharding)
 
     def attend(self, query: Any, out_sharding: Any = None) -> Array:
         """Returns the products (..., num_embeddings) of queries (..., features) with the table.

@@ -34,7 +34,7 @@ from .rules import (
     choose,
 )
 from .weight_program import run
-from .weights import EXPECTED, Shards, abstract, check_values, quantizing_by
+from .weights import EXPECTED, Scaled, Shards, abstract, check_values, quantizing_by
 
 _LAYERS = (QuantizedLinear, QuantizedLinearGeneral, QuantizedEinsum, QuantizedEmbed)
 _NAMES = ", ".join(f"nnx.{layer.float_layer.__name__}" for layer in _LAYERS)
@@ -395,7 +395,8 @@ def _replace(place: _Place, choice: Choice) -> LayerReport:
                 adopt(module)
     kernel = layer.kernel
     dtype = layer.dtype or kernel.dtype
-    return LayerReport.quantized(path, weight, kernel, dtype, layer.matrix, options[-1])
+    inputs = options[-1], layer.factor
+    return LayerReport.quantized(path, weight, kernel, dtype, layer.matrix, *inputs)
 
 
 def _calibrated(
@@ -430,13 +431,14 @@ def _calibrated(
             views[name] = RecordingView.recording(name, weight, equation, record)
         run(compute, views)
 
-    def replace(name: str, quantizer: Any, statistics: Any) -> QuantizedArray:
+    def replace(name: str, quantizer: Any, statistics: Any) -> Scaled:
         with quantizing_by("quantize_model", quantizer, statistics):
             reports[name] = _replace(*named[name])
         place, _ = named.pop(name)
         holder, key = place.holders[0]
         listed = isinstance(holder, nnx.List | list | dict)
-        return (holder[key] if listed else getattr(holder, key)).kernel
+        layer = holder[key] if listed else getattr(holder, key)
+        return Scaled(layer.kernel, layer.factor)
 
     tables = frozenset(name for name, (place, _) in named.items() if place.kind.table)
     order = list(named)

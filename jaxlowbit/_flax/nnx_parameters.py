@@ -43,7 +43,8 @@ class QuantizedParameter(QuantizedModule):
 
     @property
     def view(self) -> WeightView:
-        view = WeightView.of(self.kernel, self.equation, self.lhs_qtype)
+        inputs = self.lhs_qtype, self.factor
+        view = WeightView.of(self.kernel, self.equation, *inputs)
         return view.astype(stand_in(self.kernel, self.dtype).dtype)
 
     @property

@@ -10,6 +10,7 @@ from .._core.array import QuantizedArray
 from .._core.format import Format, as_format
 from .arguments import inner
 from .equation import Equation
+from .input_factors import FACTOR
 from .sharding import MatrixSharding, mesh_of, padded
 from .weights import ARRAYS, Shards, kernel_from, quantize_weight
 
@@ -33,6 +34,7 @@ class QuantizedModule(nnx.Module):
     permutation: QuantizedVariable | None
     version: QuantizedVariable
     tensor_scale: QuantizedVariable | None = None  # an attribute only of layers that have one
+    lhs_factor: QuantizedVariable | None = None  # likewise
     format: Format
     shards: Shards
     dtype: Any
@@ -52,10 +54,16 @@ class QuantizedModule(nnx.Module):
         return self._equation.matrix(weight)
 
     @property
+    def factor(self) -> Any:
+        """The factors (..., k) that divide the inputs, or None."""
+        return None if self.lhs_factor is None else self.lhs_factor.get_value()
+
+    @property
     def kernel(self) -> QuantizedArray:
         """The weight (..., k, n), with the axes of a stack of layers first, then batch axes.
 
-        Inside `jax.shard_map`, the shard of this device.
+        Its rows are multiplied by `lhs_factor` (..., k), if the layer has one, and inputs are
+        divided by it. Inside `jax.shard_map`, the shard of this device.
 
         **Raises:** `ValueError` outside `jax.jit` if its words have another layout version.
         """
@@ -68,22 +76,26 @@ class QuantizedModule(nnx.Module):
         caller = type(self).__name__
         format, shards = as_format(caller, format), checks.shard_counts(caller, shards)
         try:
-            kernel = quantize_weight(weight.get_value(), format, self.matrix, shards)
+            found = quantize_weight(weight.get_value(), format, self.matrix, shards)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{caller}: {inner(error)}") from None
-        sharding, names = _sharding(weight, self._equation), None
+        kernel, factor = found
+        sharding, names = _sharding(weight, self._equation), {}
         if sharding is not None:
-            kernel, names = sharding.divide(kernel)
-        for name in ARRAYS:
-            array = getattr(kernel, name)
-            if array is None and name == "tensor_scale":
+            kernel, specs = sharding.divide(kernel)
+            names: Any = {name: getattr(specs, name) for name in ARRAYS}
+            if factor is not None:
+                factor, names[FACTOR] = sharding.divide_factor(factor)
+        arrays = {name: getattr(kernel, name) for name in ARRAYS} | {FACTOR: factor}
+        for name, array in arrays.items():
+            if array is None and name in ("tensor_scale", FACTOR):
                 continue
             stored: Any = nnx.data(None) if array is None else QuantizedVariable(array)
             # Scalars are not mapped: NNX cannot remove the axis of a stack from one and restore it.
             scalar = name == "version" or (name == "tensor_scale" and not format.scales_channels)
-            if names is not None and array is not None and not scalar:
+            if names and array is not None and not scalar:
                 # With this metadata, the constructor would move the array.
-                stored.set_metadata(out_sharding=tuple(getattr(names, name)), **_context(weight))
+                stored.set_metadata(out_sharding=tuple(names[name]), **_context(weight))
             setattr(self, name, stored)
         self.format = format
         self.shards = shards

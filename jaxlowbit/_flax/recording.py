@@ -12,12 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.core import Tracer
 from jax.experimental import io_callback
 
 from ..quantizers import Statistics
 from .equation import Equation
+from .input_factors import groups_of_rows
 from .weight_view import WeightUseError, WeightView
 
 
@@ -35,17 +36,31 @@ class Record:
         self.full, self.traced = full, traced
         self.statistics: dict[str, Statistics] = {}
         self.inputs: dict[str, int] = {}
-        self._known: dict[tuple[int, tuple[int, ...]], tuple[Any, Statistics]] = {}
+        self._known: dict[Any, tuple[Any, Any, Statistics]] = {}
 
-    def add(self, name: str, inputs: Any, rows: Array, index: Any, stack: tuple[int, ...]) -> None:
-        """Adds inputs (*batch, rows, k) of a matrix, or of the matrix at `index` of a stack.
+    def add(
+        self,
+        name: str,
+        inputs: Any,
+        rows: Array,
+        index: Any,
+        stack: tuple[int, ...],
+        sizes: Array | None = None,
+    ) -> None:
+        """Adds inputs (*batch, rows, k) of a matrix, or of the matrix at `index` of a stack; or
+        inputs (rows, k) in groups of these sizes, one for each matrix of a stack.
 
         `inputs` is the operand of the product; weights with the same operand share statistics.
         """
-        key = id(inputs), rows.shape
+        key = id(inputs), rows.shape, id(sizes)
         if key not in self._known:
-            self._known[key] = inputs, _statistics(rows, self.full)
-        found = self._known[key][1]
+            given = (rows, self.full) if sizes is None else (rows, sizes, self.full)
+            compute = _statistics if sizes is None else _group_statistics
+            self._known[key] = inputs, sizes, compute(*given)
+        found = self._known[key][-1]
+        if index is None:  # all matrices may share one axis of rows
+            lead = found.rows.ndim
+            found = jax.tree.map(lambda x: jnp.broadcast_to(x, (*stack, *x.shape[lead:])), found)
         self.inputs.setdefault(name, key[0])
         if index is None and (self.traced or not isinstance(rows, Tracer)):
             self._add(name, found)
@@ -71,6 +86,9 @@ class Record:
         new = _sum(before, found)
         for whole, part in zip(jax.tree.leaves(held), jax.tree.leaves(new), strict=True):
             whole[index] = part
+
+
+_ROWS = 128  # of a step of `_group_moments`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,13 +151,16 @@ class RecordingView(WeightView):
 
     def product(self, lhs: Array, dtype: Any) -> Array:
         kernel: Any = self.kernel
-        rows = lhs.reshape(*kernel.shape[:-2], -1, kernel.k)
+        rows = lhs.reshape(*lhs.shape[: kernel.ndim - 2], -1, kernel.k)
         self.record.add(self.name, lhs, rows, kernel.index, self.stack)
         weight = kernel.weight.astype(lhs.dtype)
         return jnp.matmul(lhs, weight, preferred_element_type=dtype or lhs.dtype)
 
     def ragged_product(self, lhs: Array, sizes: Array, dtype: Any) -> Array:
-        raise WeightUseError("multiplies groups of rows by it, whose statistics are not recorded")
+        kernel: Any = self.kernel
+        self.record.add(self.name, lhs, lhs, kernel.index, self.stack, sizes)
+        options = {"preferred_element_type": dtype or lhs.dtype}
+        return lax.ragged_dot(lhs, kernel.weight.astype(lhs.dtype), sizes, **options)
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -152,6 +173,47 @@ def _statistics(rows: Array, full: bool) -> Statistics:
         product = jnp.matmul(jnp.swapaxes(values, -1, -2), values, precision="highest")
         return Statistics(product / values.shape[-2], absmax, count)
     return Statistics(jnp.mean(values * values, axis=-2), absmax, count)
+
+
+@functools.partial(jax.jit, static_argnames="full")
+def _group_statistics(rows: Array, sizes: Array, full: bool) -> Statistics:
+    """The statistics (groups,) of rows (m, k), whose groups follow one another."""
+    values, count = rows.astype(jnp.float32), len(sizes)
+    ends = jnp.cumsum(sizes)
+    inside = (jnp.arange(len(values)) < ends[-1])[:, None]
+    values = jnp.where(inside, values, 0)
+    group = groups_of_rows(sizes, len(values))
+    empty = jnp.zeros((count, values.shape[1]), jnp.float32)
+    absmax = empty.at[group].max(jnp.abs(values))
+    number = jnp.maximum(sizes, 1).astype(jnp.float32)
+    if full:
+        moments = _group_moments(values, sizes, ends) / number[:, None, None]
+    else:
+        moments = empty.at[group].add(values * values) / number[:, None]
+    return Statistics(moments, absmax, sizes.astype(jnp.int32))
+
+
+def _group_moments(values: Array, sizes: Array, ends: Array) -> Array:
+    """The sums of `outer(x, x)` over the rows x of each group, (groups, k, k).
+
+    A step adds up to `_ROWS` rows of one group: the work grows with the rows, not with the groups.
+    """
+    (m, k), count = values.shape, len(sizes)
+    padded = jnp.pad(values, ((0, _ROWS), (0, 0)))
+    parts = -(-sizes // _ROWS)
+    steps = m // _ROWS + count  # at least the sum of parts
+    group = groups_of_rows(parts, steps)
+    first = jnp.arange(steps) - (jnp.cumsum(parts) - parts)[group]
+    start = (ends - sizes)[group] + _ROWS * first
+
+    def step(moments: Array, part: tuple[Array, Array]) -> tuple[Array, None]:
+        group, start = part
+        rows = lax.dynamic_slice_in_dim(padded, start, _ROWS)
+        own = (start + jnp.arange(_ROWS) < ends[group])[:, None]
+        rows = jnp.where(own, rows, 0)
+        return moments.at[group].add(jnp.matmul(rows.T, rows, precision="highest")), None
+
+    return lax.scan(step, jnp.zeros((count, k, k), jnp.float32), (group, start))[0]
 
 
 def _sum(first: Statistics, second: Statistics) -> Statistics:

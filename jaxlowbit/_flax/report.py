@@ -49,16 +49,18 @@ class LayerReport:
         dtype: Any,
         matrix: Callable[[Any], Any] = lambda weight: weight,
         lhs_qtype: Any = None,
+        factor: Any = None,
     ) -> "LayerReport":
-        """Reports a kernel that replaces `matrix(weight)` and has inputs of `dtype`."""
+        """Reports a kernel that replaces `matrix(weight)` and has inputs of `dtype`, which `factor`
+        divides unless it is None."""
         concrete = isinstance(weight, Array) and not isinstance(weight, Tracer)
         return cls(
             path,
             tuple(weight.shape),
             kernel.format,
             nbytes_of(weight),
-            kernel.nbytes,
-            _error(matrix(weight), kernel) if concrete else None,
+            kernel.nbytes + (0 if factor is None else nbytes_of(factor)),
+            _error(matrix(weight), kernel, factor) if concrete else None,
             backend_of(dtype if lhs_qtype is None else EXACT, kernel),
             lhs_qtype=lhs_qtype,
         )
@@ -214,18 +216,20 @@ class Rest:
         return QuantizationReport(tuple(layers), tuple(ordered), self.vectors, self.packed)
 
 
-def _error(weight: Array, kernel: QuantizedArray) -> float:
+def _error(weight: Array, kernel: QuantizedArray, factor: Array | None) -> float:
     mesh = explicit.mesh_of((weight, kernel))
     compute = _relative_error
     if mesh is not None:
         compute = explicit.automatic(compute, mesh, jax.P())
-    return float(compute(weight, kernel))
+    return float(compute(weight, kernel, factor))
 
 
 @jax.jit
-def _relative_error(weight: Array, kernel: QuantizedArray) -> Array:
-    weight = weight.astype(jnp.float32)
-    change = jnp.linalg.norm((kernel.dequantize(jnp.float32) - weight).ravel())
+def _relative_error(weight: Array, kernel: QuantizedArray, factor: Array | None) -> Array:
+    weight, found = weight.astype(jnp.float32), kernel.dequantize(jnp.float32)
+    if factor is not None:
+        found /= factor[..., None]
+    change = jnp.linalg.norm((found - weight).ravel())
     return change / jnp.maximum(jnp.linalg.norm(weight.ravel()), jnp.finfo(jnp.float32).tiny)
 
 

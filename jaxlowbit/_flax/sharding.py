@@ -40,6 +40,13 @@ class MatrixSharding:
             kernel = jax.tree.map(self._place, kernel, _specs(kernel, self.axes, own))
         return kernel, _specs(kernel, self.names, own)
 
+    def divide_factor(self, factor: Any) -> tuple[Any, jax.P]:
+        """Returns factors (*lead, k) of the inputs, sharded if the mesh is known, and their
+        names."""
+        if self._known and isinstance(factor, jax.Array):
+            factor = self._place(factor, jax.P(*self.axes[:-1]))
+        return factor, jax.P(*self.names[:-1])
+
     @property
     def _known(self) -> bool:
         entries = (entry if isinstance(entry, tuple) else (entry,) for entry in self.axes)

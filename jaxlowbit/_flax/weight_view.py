@@ -10,11 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .._composite.ragged_dot import quantized_ragged_dot
 from .._core.array import QuantizedArray
-from .._core.columns import take_columns
-from .._matmul.api import quantized_matmul
 from .equation import Equation
+from .input_factors import lookup, multiply, multiply_groups
 
 
 class WeightUseError(ValueError):
@@ -43,6 +41,7 @@ class WeightView:
       fastest; empty for an axis of size 1.
     - `batch`: the batch axes that have not been indexed yet.
     - `lhs_qtype`: the dtype of quantized inputs in products, or None.
+    - `lhs_factor`: factors (*batch, k) that divide the inputs, or None.
     """
 
     kernel: QuantizedArray
@@ -52,9 +51,16 @@ class WeightView:
     features: tuple[Axis, ...]
     dtype: Any
     lhs_qtype: Any = None
+    lhs_factor: Array | None = None
 
     @classmethod
-    def of(cls, kernel: QuantizedArray, equation: Equation, lhs_qtype: Any = None) -> "WeightView":
+    def of(
+        cls,
+        kernel: QuantizedArray,
+        equation: Equation,
+        lhs_qtype: Any = None,
+        lhs_factor: Array | None = None,
+    ) -> "WeightView":
         """Makes the view of a whole weight, or of a stack of weights along leading axes.
 
         **Raises:** `ValueError` for a shard, as inside `jax.shard_map`.
@@ -76,7 +82,8 @@ class WeightView:
         own = (*batch[len(lead) :], *contracted, *features)
         places = sorted(zip(equation.order, own, strict=True))  # by the axis of the float weight
         dims = tuple((axis,) for axis in (*batch[: len(lead)], *(axis for _, axis in places)))
-        return cls(kernel, dims, batch, contracted, features, kernel.dtype, lhs_qtype)
+        inputs = lhs_qtype, lhs_factor
+        return cls(kernel, dims, batch, contracted, features, kernel.dtype, *inputs)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -129,10 +136,14 @@ class WeightView:
             raise WeightUseError(f"takes a part of its axis {dim}, which is no batch axis")
         index = jnp.asarray(index)
         at = self.batch.index(axes[0])
+        factor = self.lhs_factor
         if len(self.batch) == 1 and self.kernel.index is None:
             kernel = self.kernel.select(index)
+            factor = None if factor is None else factor[index]
         elif index.ndim == 0:
-            kernel = self.kernel[(slice(None),) * at + (index,)]
+            place = (slice(None),) * at + (index,)
+            kernel = self.kernel[place]
+            factor = None if factor is None else factor[place]
         else:
             raise WeightUseError("takes several matrices of one with more than one batch axis")
         unused = 1 + max(axis.number for axis in self.batch)
@@ -141,7 +152,8 @@ class WeightView:
         dims[dim] = ()
         batch = (*new, *(axis for axis in self.batch if axis != axes[0]))
         lead = [(axis,) for axis in new]
-        return dataclasses.replace(self, kernel=kernel, dims=(*lead, *dims), batch=batch)
+        changes: Any = {"kernel": kernel, "lhs_factor": factor, "batch": batch}
+        return dataclasses.replace(self, dims=(*lead, *dims), **changes)
 
     def lookup(self, dim: int, tokens: Array) -> Array:
         """The rows (..., other axes) that `tokens` (...) select along the axis of the features."""
@@ -161,13 +173,14 @@ class WeightView:
 
     def columns(self, tokens: Array) -> Array:
         """The columns (..., k) of the matrix at tokens (...)."""
-        return take_columns(self.kernel, tokens, self.dtype)
+        return lookup(self.kernel, tokens, self.dtype, self.lhs_factor)
 
     def product(self, lhs: Array, dtype: Any) -> Array:
         """The product of inputs (*batch, rows, k), or (..., k) without batch axes, in `dtype`."""
-        return quantized_matmul(
+        return multiply(
             lhs,
             self.kernel,
+            self.lhs_factor,
             lhs_qtype=self.lhs_qtype,
             preferred_element_type=dtype,
         )
@@ -218,9 +231,8 @@ class WeightView:
 
     def ragged_product(self, lhs: Array, sizes: Array, dtype: Any) -> Array:
         """The product of rows (m, k) in groups of these sizes, each with its matrix, in `dtype`."""
-        return quantized_ragged_dot(
-            lhs, self.kernel, sizes, lhs_qtype=self.lhs_qtype, preferred_element_type=dtype
-        )
+        options = {"lhs_qtype": self.lhs_qtype, "preferred_element_type": dtype}
+        return multiply_groups(lhs, self.kernel, sizes, self.lhs_factor, **options)
 
     def multiply_groups(
         self,

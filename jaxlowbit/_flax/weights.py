@@ -2,9 +2,10 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +13,12 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
+from .._core import explicit
 from .._core.array import LEAVES, QuantizedArray
-from .._core.columns import take_columns
 from .._core.format import Format
 from ..quantizers import Statistics
 from ..quantizers._quantize import quantize
-from ..quantizers._registry import check
+from ..quantizers._registry import check, factors_of, stack_factors
 from .equation import Equation
 
 Path = tuple[str, ...]
@@ -38,6 +39,7 @@ class Packing:
     - `equation`: for an `EinsumLayer`, its equation, and the shape of the weight in it.
     - `lhs_qtype`: the dtype of quantized inputs in products, or None.
     - `raw`: for a raw parameter, its path in `params` and its equation.
+    - `factor`: whether the weight has an `lhs_factor`.
     """
 
     format: Format
@@ -46,12 +48,20 @@ class Packing:
     equation: tuple[str, tuple[int, ...]] | None = None
     lhs_qtype: Any = None
     raw: tuple[Path, Equation] | None = None
+    factor: bool = False
 
 
 _quantizer: ContextVar[Any] = ContextVar("quantizer", default=None)
 _statistics: ContextVar[Any] = ContextVar("statistics", default=None)
 EXPECTED = "expected"
 """Used instead of statistics before a calibration: weights are checked now and quantized later."""
+
+
+class Scaled(NamedTuple):
+    """A weight that is quantized already, and its factors, in the place of a quantizer."""
+
+    kernel: QuantizedArray
+    factor: Array | None
 
 
 @contextlib.contextmanager
@@ -62,7 +72,8 @@ def quantizing_by(caller: str, quantizer: Any, statistics: Any = None) -> Iterat
 
     **Raises:** as `jaxlowbit.quantize` does for an invalid quantizer.
     """
-    check(caller, quantizer)
+    if not isinstance(quantizer, Scaled):
+        check(caller, quantizer)
     token, other = _quantizer.set(quantizer), _statistics.set(statistics)
     try:
         yield
@@ -76,27 +87,43 @@ def quantize_weight(
     format: Format,
     matrix: Callable[[Any], Any] = lambda weight: weight,
     shards: Shards = (1, 1),
-) -> QuantizedArray:
-    """Returns `quantize(matrix(weight), format)`; abstract if the weight is.
+) -> Scaled:
+    """Returns `quantize(matrix(weight), format)`, and the factors (..., k) that divide its inputs
+    if the quantizer scales features; abstract if the weight is.
 
     All layers and all `quantize_model`s quantize their weights here.
     """
 
     abstract = isinstance(weight, jax.ShapeDtypeStruct)
     quantizer, statistics = _quantizer.get(), _statistics.get()
+    if isinstance(quantizer, Scaled):
+        return quantizer
     if statistics == EXPECTED:
-        k = jax.eval_shape(matrix, weight).shape[-2]
-        shapes = ((k, k), jnp.float32), ((k,), jnp.float32), ((), jnp.int32)
+        *lead, k, _ = jax.eval_shape(matrix, weight).shape
+        shapes = ((*lead, k, k), jnp.float32), ((*lead, k), jnp.float32), (lead, jnp.int32)
         arrays: Any = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
         statistics = Statistics(*arrays)
         if not abstract:  # raises for invalid values
             quantizer, statistics = "absmax", None
 
-    def run(weight: Any, statistics: Any) -> QuantizedArray:
-        options = {"quantizer": quantizer, "statistics": statistics}
-        return quantize(matrix(weight), format, shards=shards, **options)
+    def run(weight: Any, statistics: Any) -> tuple[QuantizedArray, Array | None]:
+        values, factors = matrix(weight), factors_of(quantizer)
+        options: dict[str, Any] = {"quantizer": quantizer, "shards": shards}
+        if factors is None or statistics is None:
+            return quantize(values, format, statistics=statistics, **options), None
+        compute: Any = functools.partial(stack_factors, factors=factors, formats=(format,))
+        if (mesh := explicit.mesh_of(values)) is not None:
+            compute = explicit.automatic(compute, mesh, jax.P())
+        factor = compute((values,), statistics)
+        if format.scale is None:
+            options["scale_dtype"] = values.dtype
+        values = values.astype(jnp.float32) * factor[..., None]
+        statistics = statistics.divided(factor)
+        return quantize(values, format, statistics=statistics, **options), factor
 
-    return jax.eval_shape(run, weight, statistics) if abstract else run(weight, statistics)
+    return Scaled(
+        *(jax.eval_shape(run, weight, statistics) if abstract else run(weight, statistics))
+    )
 
 
 def stand_in(kernel: QuantizedArray, dtype: Any = None) -> Array:
@@ -129,7 +156,7 @@ def check_values(
     if not concrete:
         return
     surely = has_scales(weight)
-    if format.scales_channels or format.scale == "two_level":
+    if format.scales_channels or format.two_levels:
         surely = False  # the pass does not check each channel or super-block
     elif format.has_tensor_scale:
         surely &= has_even_groups(matrix(weight))
@@ -176,10 +203,3 @@ def kernel_from(
         return QuantizedArray.tree_unflatten((format, k, n, shards), leaves)
     known: Any = {name: arrays.get(name) for name in LEAVES}
     return QuantizedArray(**known, format=format, k=k, n=n, shards=shards)
-
-
-def lookup(table: QuantizedArray, tokens: Array, dtype: Any) -> Array:
-    """The embeddings (..., features) of `tokens` in a packed table (features, vocabulary)."""
-    if table.n == 1:  # as in Flax, every token gets the only embedding
-        tokens = jnp.zeros_like(tokens)
-    return take_columns(table, tokens, dtype)

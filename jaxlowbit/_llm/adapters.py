@@ -24,8 +24,16 @@ from ..checkpoint._fields import Fields
 from ..checkpoint._files import AGAIN, FLOATS, Tensor, read_file, read_json
 from ..checkpoint._saved import write_file
 from . import rope
-from .architectures import ARCHITECTURES, HuggingFace, fused, weight_name
+from .architectures import (
+    ARCHITECTURES,
+    FUSED,
+    IMAGE_MODELS,
+    HuggingFace,
+    fused,
+    weight_name,
+)
 from .config import Config
+from .huggingface import TEXT
 from .low_rank import LowRank
 from .sampling import SEED_RULE
 
@@ -245,7 +253,7 @@ def _parts(path: Path, settings: _Settings, config: Config) -> dict[str, Part]:
         raise ValueError(f"{path} has no tensors of an adapter; {AGAIN}.")
     found: dict[str, Part] = {}
     for module, pair in modules.items():
-        ours = weight_name(re.sub(r"^model\.", "", module) + ".weight", names.tensors)
+        ours = weight_name(TEXT.sub("", module) + ".weight", names.tensors)
         targets = () if ours is None else fused(ours) or (ours,)
         if not targets or not all(name in expected for name in targets):
             raise ValueError(
@@ -299,38 +307,71 @@ def _permuted(
 def write_adapter(
     folder: Path, adapted: Mapping[str, LowRank], config: Config, source: Path | None
 ) -> None:
-    """Writes the files of an adapter of the model in the file `source`.
-
-    **Raises:** `ValueError` for a matrix that is part of a fused one in transformers.
-    """
+    """Writes the files of an adapter of the model in the file `source`."""
     names = _names(config)
-    theirs = {ours: name for name, ours in reversed([*names.tensors.items()])}
+    shapes, theirs = config.shapes(), {ours: x for x, ours in reversed([*names.tensors.items()])}
     tensors: dict[str, np.ndarray] = {}
     ranks, alphas = {}, {}
-    for ours, weight in adapted.items():
-        module = _module(ours, theirs)
-        b = _permuted(np.asarray(weight.b).T, ours, config, names, back=True)
-        tensors[f"{_PREFIX}{module}.lora_A.weight"] = np.ascontiguousarray(np.asarray(weight.a).T)
-        tensors[f"{_PREFIX}{module}.lora_B.weight"] = np.ascontiguousarray(b)
-        ranks[module] = weight.a.shape[-1]
-        alphas[module] = weight.scaling * weight.a.shape[-1]
+    prefix = _decoder_prefix(source)
+    for module, parts in dict(_module(ours, theirs) for ours in adapted).items():
+        found = {ours: adapted[ours] for ours in parts if ours in adapted}
+        b = {
+            ours: _permuted(np.asarray(weight.b).T, ours, config, names, back=True)
+            for ours, weight in found.items()
+        }
+        a, b, scaling = _joined(found, b, {ours: shapes[ours][1] for ours in parts})
+        module = module if module == "lm_head" else prefix + module
+        tensors[f"{_PREFIX}{module}.lora_A.weight"] = a
+        tensors[f"{_PREFIX}{module}.lora_B.weight"] = b
+        ranks[module], alphas[module] = len(a), scaling * len(a)
     write_file(folder / WEIGHTS, tensors, {"format": "pt"})
     text = json.dumps(_config(ranks, alphas, source), indent=2)
     (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
 
 
-def _module(ours: str, theirs: Mapping[str, str]) -> str:
-    """The name of a module of transformers by our name of its weight."""
+def _module(ours: str, theirs: Mapping[str, str]) -> tuple[str, tuple[str, ...]]:
+    """The module of a weight in transformers, without its prefix, and the weights in it."""
     if ours == "head":
-        return "lm_head"
+        return "lm_head", (ours,)
     _, number, own = ours.split(".")
-    found = theirs.get(f"layers.N.{own}")
-    if found is None:
-        raise ValueError(
-            f"{ours} is part of a fused matrix in transformers, which cannot "
-            "have an adapter here; merge_adapter it, and save the model."
-        )
-    return "model." + found.replace(".N.", f".{number}.").removesuffix(".weight")
+    stems = [own, *(stem for stem, parts in FUSED.items() if own in parts)]
+    stem = next(stem for stem in stems if f"layers.N.{stem}" in theirs)
+    module = theirs[f"layers.N.{stem}"].replace(".N.", f".{number}.").removesuffix(".weight")
+    return module, fused(f"layers.{number}.{stem}") or (ours,)
+
+
+def _decoder_prefix(source: Path | None) -> str:
+    """The prefix of the modules of the decoder in transformers, for a model from `source`."""
+    config = None if source is None else source / "config.json"
+    values = read_json(config) if config is not None and config.is_file() else {}
+    return "model.language_model." if values.get("model_type") in IMAGE_MODELS else "model."
+
+
+def _joined(
+    found: Mapping[str, LowRank], b: Mapping[str, np.ndarray], rows: Mapping[str, int]
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """A (rank, k), B (n, rank) and the scaling of a module with the weights in `rows`.
+
+    Weights with one A share it. Otherwise the ranks add up, and B is block-diagonal.
+    """
+    scaling = next(iter(found.values())).scaling
+    parts = {ours: np.asarray(weight.a).T for ours, weight in found.items()}
+    first = next(iter(parts.values()))
+    shared = all(
+        np.array_equal(parts[ours], first) and weight.scaling == scaling
+        for ours, weight in found.items()
+    )
+    a = first if shared else np.concatenate([*parts.values()])
+    joined = np.zeros((sum(rows.values()), len(a)), np.float32)
+    row = column = 0
+    for ours, count in rows.items():
+        if ours in found:
+            rank = len(parts[ours])
+            factor = np.float32(found[ours].scaling / scaling)
+            joined[row : row + count, column : column + rank] = b[ours] * factor
+            column += 0 if shared else rank
+        row += count
+    return np.ascontiguousarray(a), joined, scaling
 
 
 def _config(

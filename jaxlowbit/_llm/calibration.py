@@ -29,13 +29,16 @@ from ..quantizers._calibration import (
     Results,
     check_statistics,
     output_error,
+    unreached,
     warn_of_few_rows,
+    warn_of_unreached,
+    with_identity,
 )
 from ..quantizers._quantize import check_scale, quantize
 from . import rope
 from .block import Block
 from .cache import make_cache
-from .config import Config
+from .config import Config, is_matrix
 from .distillation import Rule, learned
 from .low_rank import Weight
 
@@ -138,7 +141,7 @@ def calibrated(
     config, tokens = source.config, calibration.batches
     results = Results("load", calibration.folder, {**key, "tokens": _digest(tokens)})
     if _registry.statistics_of(rounding.quantizer) == "full":
-        features = {name: config.shapes()[name][0] for name, x in rounding.formats.items() if x}
+        features = {name: config.shapes()[name][-2] for name, x in rounding.formats.items() if x}
         widest = max(features, key=lambda name: features[name])
         warn_of_few_rows("load", widest, tokens.size, features[widest])
     embedding = source.floats("embedding")
@@ -218,9 +221,8 @@ class _Block:
             if name in found:
                 weights[self.prefix + name] = found[name]
             elif name in changed:
-                weights[self.prefix + name] = self.floats[name].astype(
-                    jnp.float32 if self.floats[name].ndim == 1 else dtype
-                )
+                own = dtype if is_matrix(self.prefix + name) else jnp.float32
+                weights[self.prefix + name] = self.floats[name].astype(own)
             else:
                 weights[self.prefix + name] = self.source.stored(self.prefix + name)
         return weights, x, float(np.mean(errors)) if errors else 0.0
@@ -246,7 +248,7 @@ class _Block:
 
     def _cast(self, dtype: Any) -> dict[str, Array]:
         return {
-            f"layers.{self.like}.{name}": x.astype(dtype) if x.ndim > 1 else x
+            f"layers.{self.like}.{name}": x.astype(dtype) if is_matrix(self.prefix + name) else x
             for name, x in self.floats.items()
         }
 
@@ -256,11 +258,15 @@ class _Block:
         options = self.source.config, self.like, names, full
         parts = [_recorded(self._cast(self.rounding.dtype), part, *options) for part in _chunks(x)]
         found = functools.reduce(lambda a, b: {k: a[k] + b[k] for k in b}, parts)
-        short = {name: found.get(f"layers.{self.like}.{name}") for name in self.matrices}
-        return {
-            name: check_statistics("load", self.prefix + name, statistics)
-            for name, statistics in short.items()
+        checked = {
+            name: check_statistics("load", self.prefix + name, found.get(full_name))
+            for name, full_name in zip(self.matrices, names, strict=True)
         }
+        unused = {name: unreached(x) for name, x in checked.items() if x.rows.ndim}
+        if any(unused.values()):  # gate, up and down have the same inputs
+            name, numbers = next(item for item in unused.items() if item[1])
+            warn_of_unreached("load", self.prefix + name, numbers)
+        return {name: with_identity(statistics) for name, statistics in checked.items()}
 
     def _fold(self, statistics: dict[str, Statistics]) -> set[str]:
         """Multiplies rows of matrices by factors and divides the operation before by them. Returns
@@ -272,15 +278,24 @@ class _Block:
         for before, names in _FOLDS:
             if before not in self.floats or not set(names) <= set(self.matrices):
                 continue
-            sizes = {self.floats[name].shape[0] for name in names}
+            sizes = {self.floats[name].shape[-2] for name in names}
             if sizes != {self.floats[before].shape[-1]}:
                 continue  # heads share the columns of values
+            if before == "up" and self.source.config.activation == "gpt_oss":
+                continue  # it clips the products of up
             formats = tuple(self.rounding.formats[self.prefix + name] for name in names)
-            weights = tuple(self.floats[name] for name in names)
-            factor = _factors(weights, statistics[names[0]], factors_of, formats)
+            weights, own = tuple(self.floats[name] for name in names), statistics[names[0]]
+            if self.floats[before].ndim == 1:  # experts share the factors of a norm
+                weights, own = tuple(map(_joined, weights)), own.pooled()
+            factor = _registry.stack_factors(weights, own, factors_of, formats)
+            for name in (*names, "router") if before == "mlp_norm" else names:
+                if name in self.floats:
+                    weight = self.floats[name]
+                    self.floats[name] = weight * _spread(factor, weight)[..., None]
+                    changed.add(name)
             for name in names:
-                self.floats[name] = self.floats[name] * factor[:, None]
-                statistics[name] = statistics[name].divided(factor)
+                own = _spread(factor, self.floats[name])
+                statistics[name] = statistics[name].divided(own)
             self._divide(before, factor)
             changed.add(before)
         return changed
@@ -291,7 +306,7 @@ class _Block:
             offset = self.source.config.norm_offset
             self.floats[name] = (weight + offset) / factor - offset
         else:
-            self.floats[name] = weight / factor[None]
+            self.floats[name] = weight / factor[..., None, :]
         bias = f"{name}_bias"
         if bias in self.floats:
             self.floats[bias] = self.floats[bias] / factor
@@ -345,20 +360,21 @@ def _recorded(
     record = Record(full, traced=True)
     views = {}
     for name in names:
-        equation = Equation.parse("...k,kn->...n", weights[name].shape)
+        shape = weights[name].shape
+        equation = Equation.parse("...k,kn->...n" if len(shape) == 2 else "e...k,ekn->e...n", shape)
         views[name] = RecordingView.recording(name, weights[name], equation, record)
     run(lambda floats: forward(config, {**weights, **floats}, index, x), views)
     return record.statistics
 
 
-@functools.partial(jax.jit, static_argnames=("factors", "formats"))
-def _factors(
-    weights: tuple[Array, ...],
-    statistics: Statistics,
-    factors: Callable[..., Array],
-    formats: tuple[Format, ...],
-) -> Array:
-    return factors(weights, formats, statistics)
+def _spread(factor: Array, weight: Array) -> Array:
+    """Factors (k,) or (*lead, k) for each matrix of a weight (*lead, k, n)."""
+    return jnp.broadcast_to(factor, weight.shape[:-1])
+
+
+def _joined(weight: Array) -> Array:
+    """The matrices of a stack (experts, k, n) as one (k, experts n)."""
+    return jnp.moveaxis(weight, -2, 0).reshape(weight.shape[-2], -1)
 
 
 @functools.partial(jax.jit, static_argnames=("epsilon", "full"))

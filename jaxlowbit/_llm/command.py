@@ -17,6 +17,7 @@ from flax import nnx
 from .._core import activations
 from .._core.dtypes import FLOATS
 from .._core.format import INT4, Format, parse_format
+from .._requirements import require_extra
 from ..checkpoint._replace import check_target
 from ..quantizers import Calibration
 from ..quantizers._registry import NAMES as QUANTIZERS
@@ -37,28 +38,33 @@ _BENCH_HEAD = (
 _DRAWING = (
     ("--top-k", int, "K", "draw from the K most likely tokens"),
     ("--top-p", float, "P", "draw from the most likely tokens with a total probability of P"),
-    ("--min-p", float, "P", "draw from tokens with P times the top probability (chat: 0.05)"),
-    ("--repetition-penalty", float, "X", "divides the logits of tokens in the prompt or the reply"),
-    ("--presence-penalty", float, "X", "subtracted from the logits of tokens in the reply"),
+    ("--min-p", float, "P", "draw from tokens with at least P times the top probability"),
     (
-        "--frequency-penalty",
+        "--repetition-penalty",
         float,
         "X",
-        "subtracted for each time that the token occurs in the reply",
+        "divide positive logits, and multiply negative ones, of tokens that occurred",
     ),
+    ("--presence-penalty", float, "X", "subtract X from the logits of tokens in the reply"),
+    ("--frequency-penalty", float, "X", "subtract X for each occurrence of a token in the reply"),
 )
 _SIZES = {
     name: inspect.signature(bench).parameters[name].default
     for name in ("prompt_tokens", "new_tokens", "repeats")
 }
 """Arguments of `bench`, and their defaults."""
+_SIZE_WORDS = {
+    "prompt_tokens": "tokens of the prompt",
+    "new_tokens": "tokens to generate",
+    "repeats": "repetitions; the fastest counts",
+}
 Run = Callable[[argparse.Namespace], None]
 
 
 def add_chat(parser: argparse.ArgumentParser) -> Run:
     _add_model(parser)
     _add_adapter(parser)
-    session = "a file that keeps the conversation and its cache: continued if it exists"
+    session = "store the conversation and its cache in FILE, and continue it if FILE exists"
     parser.add_argument("--session", metavar="FILE", help=session)
     _add_drawing(parser, temperature=0.7, min_p=0.05, seed="seed of the draws; each turn adds 1")
     return as_command(_chat)
@@ -66,15 +72,17 @@ def add_chat(parser: argparse.ArgumentParser) -> Run:
 
 def add_generate(parser: argparse.ArgumentParser) -> Run:
     _add_model(parser)
+    prompt = "the text to answer, or - for standard input"
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help=prompt)
     _add_adapter(parser)
     _add_drawing(parser, temperature=0.0, min_p=None, seed="seed of the draws")
-    prompt = "a text, or - for standard input"
-    parser.add_argument("--prompt", required=True, metavar="TEXT", help=prompt)
-    samples = "how many replies to draw; they are printed at the end"
+    samples = "number of replies; several are printed at the end"
     parser.add_argument("--n", type=int, default=1, metavar="N", help=samples)
-    logprobs = "print the log-probability of each token, and N likely ones with theirs"
+    logprobs = "print the log-probability of each token and of the N most likely tokens"
     parser.add_argument("--logprobs", type=int, metavar="N", help=logprobs)
-    parser.add_argument("--raw", action="store_true", help="without the chat template")
+    parser.add_argument(
+        "--raw", action="store_true", help="continue the prompt without chat template"
+    )
     schema = "a JSON schema that the reply follows"
     parser.add_argument("--schema", metavar="FILE", help=schema)
     _add_json(parser)
@@ -94,21 +102,26 @@ def add_perplexity(parser: argparse.ArgumentParser) -> Run:
 
 def add_evaluate(parser: argparse.ArgumentParser) -> Run:
     _add_model(parser)
-    also = "more formats to compare, such as int3-g64 or plan.json"
+    also = "formats to compare, such as int3-g64 or plan.json"
     parser.add_argument("--formats", nargs="+", default=[], metavar="FORMAT", help=also)
-    also = "several quantizers, each for every format"
+    also = "quantizers to compare, each for every format"
     parser.add_argument("--quantizers", nargs="+", default=[], metavar="NAME", help=also)
-    keep = "a regular expression of matrices to leave as stored, such as embedding; repeatable"
+    keep = "leave matrices whose names match as stored, such as embedding; may be repeated"
     parser.add_argument("--keep", action="append", default=[], metavar="PATTERN", help=keep)
     text = "a text file in UTF-8, or - for standard input"
     parser.add_argument("--text", required=True, metavar="FILE", help=text)
     sizes = {
         "context": "tokens of a window (512, or the context of a model with a shorter one)",
-        "stride": "tokens between the starts of windows (those of a window)",
+        "stride": "tokens between the starts of windows (the tokens of a window)",
         "tokens": "maximum number of tokens of the text (all)",
     }
+    sizes["limit"] = "maximum number of questions of each task (all)"
     for name, summary in sizes.items():
         parser.add_argument(f"--{name}", type=int, metavar="N", help=summary)
+    tasks = "tasks of lm-eval, such as arc_easy"
+    parser.add_argument("--tasks", nargs="+", default=[], metavar="NAME", help=tasks)
+    folder = "more tasks, YAML files of lm-eval"
+    parser.add_argument("--task-folder", metavar="FOLDER", help=folder)
     _add_json(parser)
     return as_command(_evaluate)
 
@@ -119,42 +132,46 @@ def add_bench(parser: argparse.ArgumentParser) -> Run:
         "; or a name, for random weights in the format, or in floats with --format float: "
         + ", ".join(SHAPES),
     )
-    batch = "numbers of sequences, measured one after the other (1)"
+    batch = "number of sequences; several numbers are measured one after the other (1)"
     parser.add_argument("--batch", type=int, nargs="+", default=[1], metavar="B", help=batch)
     for name, default in _SIZES.items():
         flag = f"--{name.replace('_', '-')}"
-        parser.add_argument(flag, type=int, default=default, metavar="N", help="(%(default)s)")
+        summary = f"{_SIZE_WORDS[name]} (%(default)s)"
+        parser.add_argument(flag, type=int, default=default, metavar="N", help=summary)
     _add_json(parser)
     return as_command(_bench)
 
 
 def _add_model(parser: argparse.ArgumentParser, also: str = "") -> None:
     parser.add_argument("model", metavar="MODEL", help=console.MODEL + also)
-    formats = "format of all matrices, such as int4-g128, or a JSON file of rules that plan writes"
+    formats = (
+        "round all matrices to a format, such as int4-g128, or as in a JSON file from jaxlowbit "
+        "plan; without it, weights stay as stored"
+    )
     parser.add_argument("--format", help=formats)
     add_rounding(parser)
-    parser.add_argument("--dtype", choices=list(map(str, FLOATS)), help="dtype of the activations")
-    inputs = "rounds inputs of products with quantized weights in blocks to this dtype"
+    parser.add_argument("--dtype", choices=list(map(str, FLOATS)), help="dtype of activations")
+    inputs = "round the inputs of quantized products in blocks to 8 bits"
     dtypes = [str(dtype) for dtype in activations.VALUES]
     parser.add_argument("--lhs-qtype", choices=dtypes, help=inputs)
-    fewer = "minimum number of tokens in a call for such rounding"
+    fewer = "minimum number of tokens in a call for --lhs-qtype to apply"
     parser.add_argument("--lhs-min-rows", type=int, metavar="N", help=fewer)
-    devices = "how many devices to divide the model over"
+    devices = "number of devices to divide the model over (%(default)s)"
     parser.add_argument("--devices", type=int, default=1, metavar="N", help=devices)
 
 
 def _add_adapter(parser: argparse.ArgumentParser) -> None:
-    folder = "a folder with a LoRA adapter in PEFT's format, added to the weights"
+    folder = "a folder with a LoRA adapter in PEFT's format"
     parser.add_argument("--adapter", metavar="DIR", help=folder)
 
 
 def add_rounding(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `calibration_of`, and `--quantizer`."""
-    rounds = f"what rounds them to the format: {', '.join(QUANTIZERS)}, or two such as awq+gptq"
+    rounds = f"method of rounding: {', '.join(QUANTIZERS)}, or two such as awq+gptq (absmax)"
     parser.add_argument("--quantizer", "--method", metavar="NAME", help=rounds)
-    calibration = "a text file from which gptq, awq, smoothquant and distill take inputs"
+    calibration = "a text file with inputs for gptq, awq, smoothquant and distill"
     parser.add_argument("--calibration", metavar="FILE", help=calibration)
-    samples = "windows of 512 tokens of it (%(default)s)"
+    samples = "number of windows of 512 tokens of that text (%(default)s)"
     parser.add_argument("--samples", type=int, default=128, metavar="N", help=samples)
 
 
@@ -163,16 +180,21 @@ def _add_drawing(
 ) -> None:
     longest = "maximum number of tokens of a reply (%(default)s)"
     parser.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help=longest)
-    likely = "randomness of the draws; 0 takes the most likely token (%(default)s)"
+    likely = "randomness; 0 takes the most likely token (%(default)s)"
     parser.add_argument("--temperature", type=float, default=temperature, metavar="T", help=likely)
     for option, kind, metavar, summary in _DRAWING:
+        if option == "--min-p" and min_p is not None:
+            summary += f" ({min_p})"
         parser.add_argument(option, type=kind, metavar=metavar, help=summary)
     parser.set_defaults(min_p=min_p)
     parser.add_argument("--seed", type=int, default=0, metavar="N", help=seed)
-    stop = "text that ends a reply; may be repeated"
+    stop = "a text that ends a reply; may be repeated"
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help=stop)
-    parser.add_argument("--system", metavar="TEXT", help="the message that a chat begins with")
-    variable = "variable of the chat template, in JSON: enable_thinking=false; may be repeated"
+    parser.add_argument("--system", metavar="TEXT", help="the system message")
+    variable = (
+        "a variable of the chat template with a value in JSON, such as enable_thinking=false; may "
+        "be repeated"
+    )
     parser.add_argument(
         "--template-option", action="append", default=[], metavar="NAME=VALUE", help=variable
     )
@@ -246,7 +268,7 @@ def formats_of(name: str | None, first: Sequence[tuple[str, Any]] = ()) -> dict[
     text = console.text_of("--format", name)
     try:
         rules = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"--format {name}: {error}; write a JSON object.") from None
     if not isinstance(rules, dict) or not all(isinstance(x, str) for x in rules.values()):
         raise ValueError(
@@ -387,7 +409,7 @@ def _variable(option: str) -> tuple[str, Any]:
     try:
         if name and equals:
             return name, json.loads(value)
-    except json.JSONDecodeError:
+    except (json.JSONDecodeError, RecursionError):
         pass
     raise ValueError(
         f"--template-option {option} is not NAME=VALUE with a value in JSON, such as "
@@ -421,6 +443,8 @@ def _perplexity(options: argparse.Namespace) -> None:
 
 def _evaluate(options: argparse.Namespace) -> None:
     text = console.text_of("--text", options.text)
+    if options.tasks:
+        require_extra("llm-eval", "lm_eval")
     header = open_file(options.model)
     windowed(header, text, options.context)
     names = [*([options.format] if options.format else []), *options.formats]
@@ -434,6 +458,7 @@ def _evaluate(options: argparse.Namespace) -> None:
     progress = sys.stderr.isatty()
     found = []
     print(HEAD, flush=True)
+    sizes = ("context", "stride", "tokens", "tasks", "task_folder", "limit")
     for result in evaluate(
         header,
         text,
@@ -441,11 +466,12 @@ def _evaluate(options: argparse.Namespace) -> None:
         quantizers=quantizers or [None],
         calibration=calibration_of(options, progress),
         progress=progress,
-        **{name: getattr(options, name) for name in ("context", "stride", "tokens")},
+        **{name: getattr(options, name) for name in sizes},
         **_decoding(options),
     ):
         print(result.line, flush=True)
-        found.append(result._asdict())
+        scores = [score._asdict() for score in result.scores]
+        found.append(result._asdict() | {"scores": scores})
     if options.json:
         console.print_json(found)
 

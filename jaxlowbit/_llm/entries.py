@@ -14,10 +14,10 @@ from ..checkpoint._fields import Fields
 # By reason. None of them affects the logits or the tokens that end a text.
 _HARMLESS = {
     "descriptions of the file": """
-        _commit_hash _name_or_path architectures dtype finetuning_task id2label is_llama_config
-        label2id model_name name_or_path num_labels prefix problem_type task_specific_params
-        tokenizer_class torch_dtype transformers.js_config transformers_version unsloth_fixed
-        unsloth_version""",
+        _commit_hash _model_name_or_path _name_or_path architectures dtype finetuning_task id2label
+        is_llama_config label2id model_name name_or_path num_labels prefix problem_type
+        task_specific_params tokenizer_class torch_dtype transformers.js_config
+        transformers_version unsloth_fixed unsloth_version""",
     "training": """
         attention_dropout embd_pdrop embedding_dropout gradient_checkpointing hidden_dropout
         initializer_range output_router_logits pretraining_tp resid_pdrop router_aux_loss_coef

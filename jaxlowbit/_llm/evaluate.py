@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..quantizers import _registry
+from .harness import TaskScore, evaluate_tasks
 from .language_model import LanguageModel, load
 from .perplexity import perplexity, windowed
 
@@ -17,6 +18,7 @@ class Evaluation(NamedTuple):
     - `nbytes`: bytes of all weights.
     - `perplexity`, `divergence`: as in `Perplexity`; the reference is the model of the file.
     - `tokens`: the number of predicted tokens.
+    - `scores`: of tasks.
     """
 
     format: str | None
@@ -26,15 +28,17 @@ class Evaluation(NamedTuple):
     perplexity: float
     divergence: float
     tokens: int
+    scores: tuple[TaskScore, ...] = ()
 
     @property
     def line(self) -> str:
         """A row of the table under `HEAD`."""
         name = "as stored" if self.format is None else self.format
-        return (
+        row = (
             f"{name:24}{self.quantizer or '':20}{self.bits:6.2f}{self.nbytes / 1e6:10.1f}"
             f"{self.perplexity:14,.3f}{self.divergence:12.4f}"
         )
+        return "\n".join([row, *(score.line for score in self.scores)])
 
 
 HEAD = f"{'format':24}{'quantizer':20}{'bits':>6}{'MB':>10}{'perplexity':>14}{'divergence':>12}"
@@ -50,6 +54,9 @@ def evaluate(
     context: int | None = None,
     stride: int | None = None,
     tokens: int | None = None,
+    tasks: Sequence[str] = (),
+    task_folder: str | None = None,
+    limit: int | None = None,
     progress: bool = False,
     **decoding: Any,
 ) -> Iterator[Evaluation]:
@@ -61,6 +68,7 @@ def evaluate(
     - `text`, `context`, `stride`: as for `perplexity`; `tokens`: their number, None for all.
     - `calibration`: as for `load`, for the quantizers that read statistics.
     - `formats`: by name, the arguments `format` and `rules` of `load`.
+    - `tasks`, `task_folder`, `limit`: tasks of lm-eval, as for `evaluate_tasks`.
     - `quantizers`, `decoding`: arguments of `load`.
 
     **Raises:** the errors of `load` and `perplexity`.
@@ -69,13 +77,19 @@ def evaluate(
     found = [*begin.tolist(), *found[: None if tokens is None else tokens + 1].tolist()]
     windows = {"context": context, "stride": stride, "progress": progress}
     reference = load(header, progress=progress, **decoding)
-    yield _measured(reference, found, None, None, reference, windows)
+
+    def measured(model: LanguageModel, format: str | None, quantizer: str | None) -> Evaluation:
+        result = _measured(model, found, format, quantizer, reference, windows)
+        scores = evaluate_tasks(model, tasks, folder=task_folder, limit=limit) if tasks else []
+        return result._replace(scores=tuple(scores))
+
+    yield measured(reference, None, None)
     for format, rounding in formats.items():
         for quantizer in quantizers:
             given = calibration if reads_statistics(quantizer) else None
             options = {"quantizer": quantizer, "calibration": given, "progress": progress}
             model = load(header, **rounding, **options, **decoding)
-            yield _measured(model, found, format, quantizer, reference, windows)
+            yield measured(model, format, quantizer)
 
 
 def reads_statistics(quantizer: str | None) -> bool:

@@ -31,17 +31,25 @@ Run = Callable[[argparse.Namespace], None]
 
 
 def add_quantize(parser: argparse.ArgumentParser) -> Run:
-    _add_source(parser)
-    name = "format of all matrices, such as int4-g64 (jaxlowbit info lists them), or plan.json"
+    _add_paths(parser)
+    name = (
+        "format of all matrices, such as int4-g64, 4 bits with a scale for 64 inputs (jaxlowbit "
+        "info lists formats); or a JSON file from jaxlowbit plan"
+    )
     parser.add_argument("--format", required=True, help=name)
-    rules = "another format for matrices whose names match, or float; may be repeated"
+    rules = (
+        "format of matrices whose names match, such as 'embedding|head=int8' or down=float; names "
+        "are embedding, head and layers.N.{q,k,v,o,gate,up,down}; may be repeated"
+    )
     parser.add_argument("--rule", action="append", default=[], metavar="REGEX=FORMAT", help=rules)
     add_rounding(parser)
+    _add_writing(parser)
     return as_command(_quantize)
 
 
 def add_convert(parser: argparse.ArgumentParser) -> Run:
-    _add_source(parser)
+    _add_paths(parser)
+    _add_writing(parser)
     return as_command(_convert)
 
 
@@ -57,13 +65,19 @@ def add_verify(parser: argparse.ArgumentParser) -> Run:
     return as_command(_verify)
 
 
-def _add_source(parser: argparse.ArgumentParser) -> None:
+def _add_paths(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC", help=console.MODEL)
-    parser.add_argument("target", metavar="DST", help="the new folder, or the new GGUF file")
-    kinds = "kind of the target: a folder of packed weights (packed), or files for other engines"
+    parser.add_argument("target", metavar="DST", help="the folder or GGUF file to write")
+
+
+def _add_writing(parser: argparse.ArgumentParser) -> None:
+    kinds = (
+        "kind of DST: a folder of packed weights for jaxlowbit (packed, the default), a GGUF file "
+        "for llama.cpp, or a folder of compressed-tensors for transformers and vLLM"
+    )
     parser.add_argument("--to", choices=KINDS, default="packed", help=kinds)
     dtypes = ("float32", "bfloat16", "float16")
-    scales = "dtype of scales and zeros, such as float16 for --to gguf"
+    scales = "dtype of scales and zeros; --to gguf needs float16"
     parser.add_argument("--scale-dtype", choices=dtypes, help=scales)
     parser.add_argument("--overwrite", action="store_true", help="replace DST if it exists")
     _add_json(parser)

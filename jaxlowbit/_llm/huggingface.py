@@ -336,9 +336,8 @@ def _interval(known: Fields, key: str, default: int) -> int:
 
 # --- the weights ----------------------------------------------------------------------------------
 
-_TEXT = re.compile(
-    r"^(?:model\.language_model\.|language_model\.model\.|language_model\.|model\.)?"
-)
+TEXT = re.compile(r"^(?:model\.language_model\.|language_model\.model\.|language_model\.|model\.)?")
+"""The prefix of tensors and modules of the decoder, also in models with images."""
 # A buffer in older files; the configuration determines its values.
 _IGNORED = re.compile(r"\.rotary_emb\.inv_freq$")
 # Image encoders, which the decoder does not read.
@@ -414,7 +413,7 @@ def _by_weight(
     found: dict[str, Tensor | Matrix] = {}
     weights: dict[str, Tensor | Matrix] = {**contents.matrices, **contents.floats}
     for name, weight in weights.items():
-        ours = weight_name(_TEXT.sub("", name), names.tensors)
+        ours = weight_name(TEXT.sub("", name), names.tensors)
         buffer = _IGNORED.search(name) or (images and images.search(name))
         if ours is None and buffer:
             continue

@@ -22,7 +22,7 @@ from .._flax.report import aligned, backend_of, format_words, size_words
 from .._matmul.quantized_lhs import EXACT
 from ..checkpoint import _packing as packing
 from ..checkpoint._matrix import Matrix
-from ..checkpoint._saved import placed
+from ..checkpoint._saved import Transfers, placed
 from ..quantizers import _registry as quantizers
 from ..quantizers._calibration import Calibration
 from . import ggml_types, gguf, huggingface, memory, saved
@@ -243,11 +243,6 @@ def read(
     _check_quantizer(quantizer, [found for found in formats.values() if found is not None])
     _check_exact(sources, formats)
     quantizers.check_calibration("load", quantizer, calibration is not None)
-    if calibration is not None and config.experts:
-        raise ValueError(
-            "load: calibration is given, but inputs of experts are not recorded; leave it out, and "
-            "use a quantizer without statistics."
-        )
     if calibration is not None:
         calibration = Calibration.of("load", calibration, progress=progress)
         windows = tokens_of(calibration, config, tokenizer)
@@ -266,14 +261,15 @@ def read(
         key |= {"dtype": dtype, "scale_dtype": scale_dtype}
         found_weights = calibrated(source, rounding, calibration, key)
     weights: dict[str, QuantizedArray | Array] = {}
-    reports = []
+    reports, transfers = [], Transfers()
     total = sum(source.nbytes for source in sources.values())
     hidden = not progress or calibration is not None
     bar = tqdm(total=total, desc=path.name, unit="B", unit_scale=True, disable=hidden)
     with bar:
         for name, weight in found_weights:
             bar.update(sources[name].nbytes)
-            weights[name] = placed(weight) if division is None else division.place(name, weight)
+            moved = placed(weight) if division is None else division.place(name, weight)
+            weights[name] = transfers.add(moved)
             reports.append(_report(name, sources[name], weight, dtype, lhs_qtype))
     return Checkpoint(config, weights, tokenizer, LoadReport(tuple(reports)))
 
@@ -527,7 +523,9 @@ def _stacked(experts: Sequence[QuantizedArray | Array]) -> QuantizedArray | Arra
 
 
 def _floats(shape: tuple[int, ...], source: _Source, dtype: Any) -> Array:
-    """A matrix in a float dtype."""
+    """A matrix, or a stack of experts, in a float dtype."""
+    if source.experts:
+        return jnp.stack([_floats(shape[1:], expert, dtype) for expert in source.experts])
     k, n = shape
 
     def checked(start: int, stop: int) -> np.ndarray:

@@ -116,7 +116,8 @@ def save_adapter(model: LanguageModel, path: Any, *, overwrite: bool = False) ->
     """Writes the adapter of a model as a folder in PEFT's format.
 
     The folder gets its name when it is complete. `PeftModel.from_pretrained`, `load` and `adapt`
-    read it.
+    read it. Matrices that transformers fuses, as in Phi 3, become one module: their adapters share
+    A if it is equal, otherwise their ranks add up.
 
     **Arguments:**
 
@@ -125,7 +126,7 @@ def save_adapter(model: LanguageModel, path: Any, *, overwrite: bool = False) ->
     - `overwrite`: whether to replace a folder that exists.
 
     **Raises:** `TypeError` for other arguments; `ValueError` for a model without
-    an adapter, a `path` that exists, and a matrix that is part of a fused one in transformers.
+    an adapter, and for a `path` that exists.
 
     ```py
     save_adapter(adapt(load("Llama-3.1-8B-Instruct", format="int4-g64"), LoRA()), "adapter")

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from ..checkpoint._replace import new_file
 from ..quantizers import Calibration
 from . import console
 from .command import as_command
@@ -17,15 +18,17 @@ Run = Callable[[argparse.Namespace], None]
 
 
 def add_plan(parser: argparse.ArgumentParser) -> Run:
-    parser.add_argument("model", metavar="MODEL", help="a GGUF file, or a folder of safetensors")
-    bits = "per weight of the matrices of blocks, with scales, such as 3.5"
+    parser.add_argument("model", metavar="MODEL", help=console.MODEL)
+    bits = "bits per weight of the matrices of blocks, with scales, such as 3.5"
     parser.add_argument("--bits", type=float, required=True, metavar="N", help=bits)
-    parser.add_argument("--calibration", required=True, metavar="FILE", help="a text file")
-    samples = "windows of 512 tokens of it (%(default)s)"
+    parser.add_argument(
+        "--calibration", required=True, metavar="FILE", help="a text file with inputs"
+    )
+    samples = "number of windows of 512 tokens of that text (%(default)s)"
     parser.add_argument("--samples", type=int, default=8, metavar="N", help=samples)
-    choices = f"to choose from ({' '.join(FORMATS)})"
+    choices = f"formats to choose from ({' '.join(FORMATS)})"
     parser.add_argument("--formats", nargs="+", default=FORMATS, metavar="FORMAT", help=choices)
-    rounds = "rounds matrices to measure errors (%(default)s)"
+    rounds = "method of rounding, to measure errors (%(default)s)"
     parser.add_argument("--quantizer", default="mse", metavar="NAME", help=rounds)
     output = "the JSON file to write, for --format of other commands"
     parser.add_argument("--output", metavar="FILE", help=output)
@@ -50,6 +53,5 @@ def _plan(options: argparse.Namespace) -> None:
     )
     print(found)
     if target is not None:
-        temporary = target.with_suffix(".tmp")
-        temporary.write_text(json.dumps(found.rules, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(target)
+        with new_file("plan", target, options.overwrite) as file:
+            file.write_text(json.dumps(found.rules, indent=1) + "\n", encoding="utf-8")

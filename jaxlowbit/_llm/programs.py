@@ -134,26 +134,10 @@ def run(
     if division is not None:
         division.forget_failure()
     kept = Kept() if kept is None else kept
-    config, longest = model.config, max(map(len, prompts))
+    config = model.config
     limits = [min(max_new_tokens, config.context - len(prompt)) for prompt in prompts]
-    left, batch = max(limits), len(prompts) * n
-    start = kept.shared(prompts[0])
-
-    def slots_from(start: int) -> int:
-        first = chunks(longest - start)[0]
-        return max(bucket(max(start + first, longest + left), config.context), kept.slots)
-
-    slots = slots_from(start)
-    if config.takes_long_factors(slots) != config.takes_long_factors(kept.slots):
-        start = 0  # the keys in the cache have another rotation
-        slots = slots_from(start)
-    if kept.slots < slots or batch > 1:
-        # If each prompt has several sequences, their caches are copies of the prompt's cache.
-        sequences = batch if n == 1 else batch + len(prompts)
-        cache_bytes = nbytes(config, sequences, slots, model.decoder.dtype) // model.decoder.parts
-        needed = cache_bytes + 3 * 4 * batch * config.vocabulary
-        memory.check(caller, needed, f"a batch of {batch} with {slots} slots")
-
+    left = max(limits)
+    start, slots = _room(model, prompts, kept, left, n, caller)
     logits = _read(model, prompts, kept, start, slots)
     state = _state(model, prompts, kept, logits, sampling, n)
     positions = np.repeat(np.add(limits, [len(prompt) for prompt in prompts]), n)
@@ -187,6 +171,33 @@ def run(
         if left == 0 or (count > 0 and (drawn.tokens[:, -1] < 0).all()):
             return
         count = min(left, 1 if masks is not None else size if growing else _TOKENS)
+
+
+def _room(
+    model: LanguageModel, prompts: list[list[int]], kept: Kept, left: int, n: int, caller: str
+) -> tuple[int, int]:
+    """The first token to read of each prompt, and the slots of a cache for `left` more tokens.
+
+    **Raises:** as `memory.check`, if a larger cache does not fit.
+    """
+    config, longest, batch = model.config, max(map(len, prompts)), len(prompts) * n
+
+    def slots_from(start: int) -> int:
+        first = chunks(longest - start)[0]
+        return max(bucket(max(start + first, longest + left), config.context), kept.slots)
+
+    start = kept.shared(prompts[0])
+    slots = slots_from(start)
+    if config.takes_long_factors(slots) != config.takes_long_factors(kept.slots):
+        start = 0  # the keys in the cache have another rotation
+        slots = slots_from(start)
+    if kept.slots < slots or batch > 1:
+        # If each prompt has several sequences, their caches are copies of the prompt's cache.
+        sequences = batch if n == 1 else batch + len(prompts)
+        cache_bytes = nbytes(config, sequences, slots, model.decoder.dtype) // model.decoder.parts
+        needed = cache_bytes + 3 * 4 * batch * config.vocabulary
+        memory.check(caller, needed, f"a batch of {batch} with {slots} slots")
+    return start, slots
 
 
 def _stride(model: LanguageModel) -> int:

@@ -11,7 +11,7 @@ from jax import Array
 from .._core import layout, super_blocks
 from .._core import scales as quantized_scales
 from .._core.array import QuantizedArray
-from .._core.dequantize import of_codes
+from .._core.dequantize import codes_of, of_codes
 from .._core.format import Format
 from . import memory
 from .config import Config, is_matrix
@@ -68,7 +68,7 @@ def _matrices(key: Array, shape: tuple[int, ...], format: Format, dtype: Any) ->
         if format.float_dtype is not None:  # only small exponents, which are finite
             packed, numbers = packed & np.uint32(0xBFBFBFBF), numbers[np.arange(256) & 0x40 == 0]
         scale = 1 / math.sqrt(k * np.mean(numbers**2))
-    scales, tensor_scale = jnp.full(groups, scale, dtype), None
+    scales, tensor_scale = codes_of(jnp.full(groups, scale, format.scale_dtype or dtype)), None
     if format.scale == "e8m0":
         scales = jnp.full(groups, round(math.log2(scale)) + 127, jnp.uint8)
     elif format.scale == "e4m3":
@@ -79,7 +79,7 @@ def _matrices(key: Array, shape: tuple[int, ...], format: Format, dtype: Any) ->
     middle = {"none": None, "integer": format.offset, "float": -format.offset * scale}[format.zero]
     zero_dtype = jnp.uint8 if format.zero == "integer" else dtype
     zeros = None if middle is None else jnp.full(groups, middle, zero_dtype)
-    if format.scale == "two_level":
+    if format.two_levels:
         scales, zeros = _two_levels(scale, middle, groups, format)
 
     def everywhere(array: Array) -> Array:

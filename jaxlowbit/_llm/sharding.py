@@ -128,7 +128,7 @@ class Division:
     def divisible(self, name: str, weight: Any) -> Any:
         """A matrix whose rows are divided within super-blocks with a float32 scale for each group;
         others as they are."""
-        two_levels = isinstance(weight, QuantizedArray) and weight.format.scale == "two_level"
+        two_levels = isinstance(weight, QuantizedArray) and weight.format.two_levels
         entries = self._entries(name)
         if not two_levels or len(entries) < 2 or entries[-2] is None:
             return weight

@@ -98,7 +98,7 @@ def unread(target: Target, lhs: Any, weight: QuantizedArray) -> str | None:
         return reason
     if weight.permutation is not None or weight.shards != (1, 1):
         return "the rows of a weight are permuted or padded in shards"
-    if weight.format.scale != "two_level":
+    if not weight.format.two_levels:
         return None
     m, k, n = math.prod(lhs.shape[:-1]), weight.k, weight.n
     if target.is_only(HOPPER) and reads_super_blocks(lhs.dtype, m, k, n, weight.format):

@@ -10,7 +10,7 @@ import functools
 import math
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -92,78 +92,112 @@ def _sharding_rule(problem: Problem, mesh: Any, operands: Any, results: Any) -> 
     }
 
 
+class _Division(NamedTuple):
+    """The mesh axes that shard a product, and what is whole on each device."""
+
+    problem: Problem
+    mesh: Any
+    rows: list[Axes]  # of each axis of lhs before the last one
+    stack: list[Axes]  # of each leading axis of the words
+    n_axes: Axes
+    k_axes: Axes
+    shard_k: int  # padded input features of a shard of the words
+    whole_n: bool  # each shard has whole atoms of channels
+    whole_k: bool  # each shard of lhs has the input features of its words
+    whole_groups: bool  # each shard has the scales of its words
+    own_order: bool  # each shard has whole permutations
+
+    @classmethod
+    def of(cls, problem: Problem, mesh: Any, ops: Operands) -> "_Division":
+        lhs, packed = _axes(ops.lhs), _axes(ops.packed)
+        *stack, n_axes, k_axes, _ = packed
+        taken = {axis for axes in packed for axis in axes}
+        # Activations are sharded by axes that do not shard the words.
+        rows = [tuple(axis for axis in axes if axis not in taken) for axes in lhs[:-1]]
+        if problem.indexed:
+            stack = [()]  # an index may select any matrix on any device
+        else:
+            stack = [words or x for words, x in zip(stack, rows[: len(stack)], strict=True)]
+            rows[: len(stack)] = stack
+        n_parts, k_parts = _size(mesh, n_axes), _size(mesh, k_axes)
+        # A permutation that crosses devices applies to the whole lhs.
+        own_order = problem.orders % k_parts == 0
+        shard_k = ops.packed.shape[-2] // k_parts * ATOM
+        span = problem.format.scale_span
+        return cls(
+            problem,
+            mesh,
+            rows,
+            stack,
+            n_axes,
+            k_axes,
+            shard_k,
+            whole_n=not n_axes or problem.columns % (ATOM * n_parts) == 0,
+            whole_k=own_order and ops.lhs.shape[-1] % (ATOM * k_parts) == 0,
+            whole_groups=span != -1 and shard_k % span == 0,
+            own_order=own_order,
+        )
+
+    def operands(self, ops: Operands) -> Operands:
+        """The axes of each operand."""
+        groups = [*self.stack, self.n_axes, self.k_axes if self.whole_groups else (), ()]
+        order = [*self.stack, self.k_axes if self.own_order else ()]
+        return Operands(
+            lhs=[*self.rows, self.k_axes if self.whole_k else ()],
+            packed=[*self.stack, self.n_axes, self.k_axes, ()],
+            scale=groups,
+            zero=None if ops.zero is None else groups,
+            index=None if ops.index is None else self.rows[: len(ops.lead)],
+            permutation=order if self.problem.orders else None,
+        )
+
+    def on_device(self, *operands: Array) -> Array:
+        """The product on one device, of its shards."""
+        problem, n_axes = self.problem, self.n_axes
+        ops = problem.named(operands)
+        if self.whole_n:
+            problem = problem.replace(columns=problem.columns // _size(self.mesh, n_axes))
+        else:
+            problem = problem.replace(columns=ops.packed.shape[-3] * ATOM)
+        if self.k_axes:
+            out = self._sum_of_parts(problem, ops)
+        else:
+            out = quantized_matmul_p.bind(*operands, problem=problem)
+        if self.whole_n:
+            return out
+        out = lax.all_gather(out, n_axes, axis=out.ndim - 1, tiled=True)
+        return out[..., : self.problem.columns]
+
+    def _sum_of_parts(self, problem: Problem, ops: Operands) -> Array:
+        """The sum over devices of the products of their input features."""
+        axes, parts = self.k_axes, _size(self.mesh, self.k_axes)
+        format, orders = problem.format, problem.orders // parts
+        if not self.whole_k:
+            ops, orders = reordered(ops, problem.orders), 0
+            ops = ops._replace(lhs=_own_rows(ops.lhs, self.shard_k, axes, parts))
+        if not self.whole_groups and format.group_size != -1:
+            rows = self.shard_k * parts
+            scale, zero, format = super_blocks.expanded(ops.scale, ops.zero, format, rows)
+            ops = ops._replace(scale=scale, zero=zero)
+            ops, format = _own_groups(ops, format, self.shard_k, axes)
+        local = problem.replace(format=format, orders=orders, out_dtype=problem.sums_dtype)
+        out = quantized_matmul_p.bind(*ops.present(), problem=local)
+        return lax.psum(out, axes).astype(problem.out_dtype)
+
+
 def _partition(problem: Problem, mesh: Any, args: Any, result: Any) -> Any:
     del result
     ops = problem.named(args)
-    lhs, packed = _axes(ops.lhs), _axes(ops.packed)
-    *stack, n_axes, k_axes, _ = packed
-    taken = {axis for axes in packed for axis in axes}
-    k, size = ops.lhs.shape[-1], functools.partial(_size, mesh)
-
-    def free(axes: Axes) -> Axes:
-        """The axes of activations that do not shard the words."""
-        return tuple(axis for axis in axes if axis not in taken)
-
-    rows = [free(axes) for axes in lhs[:-1]]
-    if problem.indexed:
-        stack = [()]  # an index may select any matrix on any device
-    else:
-        stack = [words or x for words, x in zip(stack, rows[: len(stack)], strict=True)]
-        rows[: len(stack)] = stack
-    lead = rows[: len(ops.lead)]
-    whole_n = not n_axes or problem.columns % (ATOM * size(n_axes)) == 0
-    # A permutation that crosses devices applies to the whole lhs.
-    own_order = problem.orders % size(k_axes) == 0
-    whole_k = own_order and k % (ATOM * size(k_axes)) == 0
-    shard_k = ops.packed.shape[-2] // size(k_axes) * ATOM
-    span = problem.format.scale_span
-    whole_groups = span != -1 and shard_k % span == 0
-
-    groups = [*stack, n_axes, k_axes if whole_groups else (), ()]
-    shardings = Operands(
-        lhs=[*rows, k_axes if whole_k else ()],
-        packed=[*stack, n_axes, k_axes, ()],
-        scale=groups,
-        zero=None if ops.zero is None else groups,
-        index=None if ops.index is None else lead,
-        permutation=[*stack, k_axes if own_order else ()] if problem.orders else None,
-    )
-
-    def on_device(*operands: Array) -> Array:
-        ops = problem.named(operands)
-        n = problem.columns // size(n_axes) if whole_n else ops.packed.shape[-3] * ATOM
-        if not k_axes:
-            local = problem.replace(columns=n)
-            out = quantized_matmul_p.bind(*operands, problem=local)
-        else:
-            format, orders = problem.format, problem.orders // size(k_axes)
-            if not whole_k:
-                ops, orders = reordered(ops, problem.orders), 0
-                ops = ops._replace(lhs=_own_rows(ops.lhs, shard_k, k_axes, size(k_axes)))
-            if not whole_groups and format.group_size != -1:
-                rows = problem.named(args).packed.shape[-2] * ATOM  # of all shards
-                scale, zero, format = super_blocks.expanded(ops.scale, ops.zero, format, rows)
-                ops, format = _own_groups(
-                    ops._replace(scale=scale, zero=zero), format, shard_k, k_axes
-                )
-            local = problem.replace(
-                columns=n, format=format, orders=orders, out_dtype=problem.sums_dtype
-            )
-            out = quantized_matmul_p.bind(*ops.present(), problem=local)
-            out = lax.psum(out, k_axes).astype(problem.out_dtype)
-        if whole_n:
-            return out
-        return lax.all_gather(out, n_axes, axis=out.ndim - 1, tiled=True)[..., : problem.columns]
+    division = _Division.of(problem, mesh, ops)
 
     def sharding(axes: list[Axes]) -> jax.NamedSharding:
         return jax.NamedSharding(mesh, jax.P(*(entry or None for entry in axes)))
 
-    wanted = tuple(sharding(axes) for axes in shardings.present())
     return (
         mesh,
-        functools.partial(_untyped, on_device),
-        sharding([*rows, n_axes if whole_n else ()]),
-        wanted,
+        functools.partial(_untyped, division.on_device),
+        sharding([*division.rows, division.n_axes if division.whole_n else ()]),
+        tuple(sharding(axes) for axes in division.operands(ops).present()),
     )
 
 

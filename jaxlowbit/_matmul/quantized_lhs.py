@@ -241,7 +241,7 @@ def unsupported_few_rows(
         return f"backend={backend!r} is requested"
     if not isinstance(count, int) or count == 0:
         return "the number of rows is 0 or not known"
-    if rhs.ndim != 2 or rhs.format.scale == "two_level" or rhs.tensor_scale is not None:
+    if rhs.ndim != 2 or rhs.format.two_levels or rhs.tensor_scale is not None:
         return "the kernel for small M rounds rows for one matrix with one scale per group"
     if not target.is_only(HOPPER):
         return "only kernels for compute capability 9.0 round rows"

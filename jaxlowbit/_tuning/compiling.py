@@ -22,11 +22,11 @@ _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
 
 def add_compile(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
     add_arguments(parser, [], _ROWS)
-    parser.add_argument(
-        "--dtype", default="bfloat16", help="of the activations; int8, float8_e4m3fn: quantized"
-    )
-    parser.add_argument("--device", choices=devices.GPUS, help="the GPU; the first that JAX sees")
-    parser.add_argument("--transposed", action="store_true", help="for gradients, too")
+    dtype = "dtype of activations; int8 and float8_e4m3fn for rounded ones (%(default)s)"
+    parser.add_argument("--dtype", default="bfloat16", help=dtype)
+    gpu = "the GPU (the first that JAX sees)"
+    parser.add_argument("--device", choices=devices.GPUS, help=gpu)
+    parser.add_argument("--transposed", action="store_true", help="also compile for gradients")
     return _run
 
 

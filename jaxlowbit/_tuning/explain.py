@@ -82,10 +82,11 @@ def explain(lhs: Any, rhs: QuantizedArray, *, lhs_qtype: Any = None, device: Any
 def add_explain(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], None]:
     add_arguments(parser, ["int4-g128"], [1])
     dtypes, values = list(map(str, FLOATS)), list(map(str, VALUES))
-    parser.add_argument("--dtype", choices=dtypes, default="bfloat16", help="of the activations")
-    parser.add_argument("--lhs-qtype", choices=values, help="to which they are rounded")
+    dtype = "dtype of activations (%(default)s)"
+    parser.add_argument("--dtype", choices=dtypes, default="bfloat16", help=dtype)
+    parser.add_argument("--lhs-qtype", choices=values, help="dtype that activations are rounded to")
     gpus = ["cpu", *devices.GPUS]
-    parser.add_argument("--device", choices=gpus, help="default: the first that JAX sees")
+    parser.add_argument("--device", choices=gpus, help="the device (the first that JAX sees)")
     return _run
 
 

@@ -86,9 +86,10 @@ def tune(
 
 def add_tune(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], None]:
     add_arguments(parser, ["int4-g128"], TOKENS)
-    parser.add_argument("--dtype", default="bfloat16", help="of the activations")
-    parser.add_argument("--out", type=Path, help="the file to write, or with --show to read")
-    parser.add_argument("--show", action="store_true", help="print what is stored")
+    parser.add_argument("--dtype", default="bfloat16", help="dtype of activations (%(default)s)")
+    out = "the table to write (this user's table of this GPU), or to print with --show (all)"
+    parser.add_argument("--out", type=Path, metavar="FILE", help=out)
+    parser.add_argument("--show", action="store_true", help="print the table, measure nothing")
     return _run
 
 

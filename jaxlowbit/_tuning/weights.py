@@ -41,10 +41,15 @@ def add_arguments(
     parser: argparse.ArgumentParser, formats: Sequence[str], tokens: Sequence[int]
 ) -> None:
     """Adds the arguments for the weights and rows of a command, with these defaults."""
-    parser.add_argument("checkpoint", nargs="?", help="safetensors file, or a folder of them")
-    parser.add_argument("--shapes", nargs="+", metavar="NxK", help="instead of a checkpoint")
-    parser.add_argument("--tokens", nargs="+", type=int, default=tokens, metavar="M", help="rows")
-    parser.add_argument("--format", nargs="+", default=formats, help="such as int4-g128")
+    path = "a safetensors file, or a folder of them, with the weights to look at"
+    parser.add_argument("checkpoint", nargs="?", metavar="PATH", help=path)
+    shapes = "shapes of weights, outputs x inputs, instead of PATH"
+    parser.add_argument("--shapes", nargs="+", metavar="NxK", help=shapes)
+    rows = f"numbers of rows of activations ({' '.join(map(str, tokens))})"
+    parser.add_argument("--tokens", nargs="+", type=int, default=tokens, metavar="M", help=rows)
+    default = f" ({' '.join(formats)})" if formats else ""
+    words = f"formats of weights, such as int4-g64{default}"
+    parser.add_argument("--format", nargs="+", default=formats, metavar="FORMAT", help=words)
 
 
 def check_tokens(tokens: Any) -> list[int]:

@@ -148,9 +148,11 @@ def transposed_rows(
     read: Callable[[int, int], np.ndarray], shape: tuple[int, int], dtype: Any
 ) -> Array:
     """The float matrix (k, rows) in `dtype`, cast strip by strip; arguments as above."""
-    parts = [np.asarray(read(*bounds)).astype(dtype) for bounds in strips(*shape)]
-    rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
-    return jnp.asarray(rows.T)
+    n, k = shape
+    found = np.empty((k, n), dtype)
+    for start, stop in strips(n, k):
+        found[:, start:stop] = np.asarray(read(start, stop)).astype(dtype).T
+    return jnp.asarray(found)
 
 
 def strips(rows: int, k: int) -> Iterator[tuple[int, int]]:

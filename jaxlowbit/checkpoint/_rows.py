@@ -28,7 +28,7 @@ def rows_of(array: QuantizedArray) -> Rows:
         raise ValueError(f"it is a stack of shape {array.shape}, but matrices are exported")
     if array.shards != (1, 1) or array.permutation is not None:
         raise ValueError("its rows are permuted or padded for shards, which has no counterpart")
-    if array.format.scale == "two_level":
+    if array.format.two_levels:
         raise ValueError("it has two-level scales; load it without scale_dtype='two_level'")
     size = array.format.group_size
     groups = 1 if size == -1 else -(-array.k // size)

@@ -12,6 +12,7 @@ Tensors are memory-mapped, so devices read them from the page cache. Offsets are
 bytes, which lets XLA's CPU client use the mapped memory directly.
 """
 
+import collections
 import dataclasses
 import hashlib
 import json
@@ -369,8 +370,9 @@ def load_saved(
         chosen = sharding(name, leaf) if callable(sharding) else sharding
         return placed(leaf, _shardings(like) if chosen is None else chosen)
 
+    transfers = Transfers()
     if target is None:
-        return {name: place(name) for name in saved.arrays}
+        return {name: transfers.add(place(name)) for name in saved.arrays}
     paths, structure = jax.tree_util.tree_flatten_with_path(target, is_leaf=_is_quantized)
     wanted = {_name(keys): like for keys, like in paths}
     if odd := sorted(wanted.keys() ^ saved.arrays.keys()):
@@ -379,13 +381,37 @@ def load_saved(
             f"load: {where} the array {odd[0]!r}; target must have the structure of the tree "
             f"that was saved in {path}."
         )
-    return jax.tree.unflatten(structure, [place(name, like) for name, like in wanted.items()])
+    leaves = [transfers.add(place(name, like)) for name, like in wanted.items()]
+    return jax.tree.unflatten(structure, leaves)
 
 
 def placed(leaf: Any, sharding: Any = None) -> Any:
     """Puts a memory-mapped array on devices; each reads its part."""
     # `device_put` uses aligned host memory as it is on a CPU, and copies nothing else twice.
     return jax.device_put(leaf, sharding)
+
+
+class Transfers:
+    """Bounds the bytes of arrays on their way to devices.
+
+    XLA stages each in pinned host memory, which it would otherwise allocate for all of them.
+    """
+
+    MAX_BYTES = 2**29
+
+    def __init__(self) -> None:
+        self._waiting: collections.deque[tuple[Any, int]] = collections.deque()
+        self._nbytes = 0
+
+    def add(self, array: Any) -> Any:
+        """Waits for earlier arrays if there are too many bytes; returns the array."""
+        self._waiting.append((array, array.nbytes))
+        self._nbytes += array.nbytes
+        while len(self._waiting) > 1 and self._nbytes > self.MAX_BYTES:
+            earlier, nbytes = self._waiting.popleft()
+            jax.block_until_ready(earlier)
+            self._nbytes -= nbytes
+        return array
 
 
 def _shardings(like: Any) -> Any:

@@ -160,7 +160,7 @@ def check_statistics(caller: str, name: str, statistics: Statistics | None) -> S
 
     **Raises:** `ValueError`.
     """
-    if statistics is None:
+    if statistics is None or not np.any(np.asarray(statistics.rows)):
         raise ValueError(
             f"{caller}: no batch of calibration runs {name}, so there are no statistics of its "
             "inputs; pass batches that run it, or keep it in floats by a rule of its path and None."
@@ -171,6 +171,32 @@ def check_statistics(caller: str, name: str, statistics: Statistics | None) -> S
             "batches out, or use a wider dtype of activations."
         )
     return statistics
+
+
+def unreached(statistics: Statistics) -> list[int]:
+    """The numbers of the matrices of a stack that have no inputs, such as unused experts."""
+    return np.flatnonzero(np.asarray(statistics.rows) == 0).tolist()
+
+
+def warn_of_unreached(caller: str, name: str, numbers: list[int]) -> None:
+    """Warns of matrices of a stack without inputs, if there are some."""
+    if numbers:
+        listed = ", ".join(map(str, numbers[:8]))
+        listed += f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""
+        warnings.warn(
+            f"{caller}: no input of the calibration reaches {listed} of the stack {name}; each "
+            "feature counts the same there. Pass more batches.",
+            stacklevel=4,
+        )
+
+
+def with_identity(statistics: Statistics) -> Statistics:
+    """Gives the matrices of a stack without inputs second moments of 1, so that quantizers round
+    them as without statistics."""
+    moments = statistics.second_moments
+    plain = jnp.eye(moments.shape[-1]) if statistics.full else jnp.ones(moments.shape[-1])
+    none = jnp.expand_dims(statistics.rows == 0, range(statistics.rows.ndim, moments.ndim))
+    return dataclasses.replace(statistics, second_moments=jnp.where(none, plain, moments))
 
 
 def warn_of_few_rows(caller: str, name: str, rows: int, features: int) -> bool:

@@ -168,14 +168,14 @@ def check_scale(array: QuantizedArray, weight: Array) -> None:
     if isinstance(array.scale, Tracer):
         return
     found = array.scale
-    if array.format.scale == "two_level":
+    if array.format.two_levels:
         _, found = super_blocks.unpacked(array.scale, array.format)
     scale_dtype = found.dtype
     # JAX would compile this for each shape, but NumPy cannot read scales on other processes.
     xp: Any = np if found.is_fully_addressable else jnp
     scale = xp.asarray(found).astype(np.float32)
     finite = xp.isfinite(scale).all()
-    if array.format.scale == "two_level" and array.zero is not None:
+    if array.format.two_levels and array.zero is not None:
         _, floats = super_blocks.unpacked(array.zero, array.format)
         finite &= xp.isfinite(xp.asarray(floats).astype(np.float32)).all()
     if not finite:
@@ -212,7 +212,7 @@ def check_scale(array: QuantizedArray, weight: Array) -> None:
 
 def _wider(format: Format, otherwise: str) -> str:
     """The ways out of float16 scales, or of other scales of too small a range."""
-    if format.scale == "two_level":
+    if format.two_levels:
         return f"leave scale='two_level' out of the format, or {otherwise.removeprefix('use ')}"
     return f"use scale_dtype=jnp.float32, or {otherwise}"
 

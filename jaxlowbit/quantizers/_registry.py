@@ -8,9 +8,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+from jax import Array, lax
+
 from .._core import checks
 from .._core.array import QuantizedArray
 from .._core.format import Format
+from ._statistics import Statistics
 
 Quantizer = Callable[..., QuantizedArray]
 
@@ -82,6 +86,19 @@ def _factors(first: str, last: str | None = None) -> Callable[..., Any]:
     factors = _MODULES[first].factors
     importance = None if last is None else getattr(_MODULES[last], "importance", None)
     return factors if importance is None else functools.partial(factors, importance=importance)
+
+
+@functools.partial(jax.jit, static_argnames=("factors", "formats"))
+def stack_factors(
+    weights: tuple[Array, ...],
+    statistics: Statistics,
+    factors: Callable[..., Array],
+    formats: tuple[Format, ...],
+) -> Array:
+    """The factors (*lead, k) of the features of matrices (*lead, k, n) that share inputs."""
+    if weights[0].ndim == 2:
+        return factors(weights, formats, statistics)
+    return lax.map(lambda x: stack_factors(*x, factors, formats), (weights, statistics))
 
 
 def check_calibration(caller: str, quantizer: Any, calibrated: bool) -> None:

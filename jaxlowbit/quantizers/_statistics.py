@@ -66,16 +66,24 @@ class Statistics:
 
     def __add__(self, other: "Statistics") -> "Statistics":
         rows = self.rows + other.rows
-        share = (self.rows / rows).astype(jnp.float32)
+        share = (self.rows / jnp.maximum(rows, 1)).astype(jnp.float32)
         axes = self.second_moments.ndim - self.rows.ndim
         share = jnp.expand_dims(share, tuple(range(-axes, 0)))
         moments = share * self.second_moments + (1 - share) * other.second_moments
         return Statistics(moments, jnp.maximum(self.absmax, other.absmax), rows)
 
     def divided(self, factor: Array) -> "Statistics":
-        """The statistics of inputs that are divided by a positive factor (k,) of each feature."""
-        squares = factor[:, None] * factor[None] if self.full else factor * factor
+        """The statistics of inputs that are divided by positive factors (..., k) of features."""
+        squares = factor[..., :, None] * factor[..., None, :] if self.full else factor * factor
         return Statistics(self.second_moments / squares, self.absmax / factor, self.rows)
+
+    def pooled(self) -> "Statistics":
+        """The statistics of the rows of all matrices of a stack together."""
+        lead = tuple(range(self.rows.ndim))
+        share = self.rows / jnp.maximum(jnp.sum(self.rows), 1)
+        share = jnp.expand_dims(share, range(len(lead), self.second_moments.ndim))
+        moments = jnp.sum(share * self.second_moments, lead)
+        return Statistics(moments, jnp.max(self.absmax, lead), jnp.sum(self.rows))
 
     @property
     def full(self) -> bool:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxlowbit import INT4, Format, QuantizedArray, quantize
@@ -37,7 +37,7 @@ from jaxlowbit import checkpoint, llm  # noqa: E402
 from jaxlowbit._command import main  # noqa: E402
 from jaxlowbit._llm import ggml_blocks, ggml_types  # noqa: E402
 from jaxlowbit._llm.saved import weights_of  # noqa: E402
-from jaxlowbit.checkpoint import _replace  # noqa: E402
+from jaxlowbit.checkpoint import _replace, _saved  # noqa: E402
 from jaxlowbit.checkpoint._saved import read_saved  # noqa: E402
 
 WEIGHT = np.random.default_rng(0).normal(size=(256, 70)).astype(np.float32)
@@ -101,6 +101,18 @@ def test_memory_is_mapped_and_sharded(tree, folder):
     assert array.unsafe_buffer_pointer() == mapped.ctypes.data
 
 
+def test_transfers_wait_beyond_a_number_of_bytes(monkeypatch):
+    waited = []
+    monkeypatch.setattr(jax, "block_until_ready", waited.append)
+    transfers, arrays = _saved.Transfers(), [np.zeros(n, np.uint8) for n in (40, 40, 40, 200)]
+    transfers.MAX_BYTES = 100
+    counts = []
+    for array in arrays:
+        assert transfers.add(array) is array
+        counts.append(len(waited))
+    assert counts == [0, 0, 1, 3] and waited[0] is arrays[0]
+
+
 def test_an_nnx_state_is_a_tree(tmp_path):
     model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
     checkpoint.save(tmp_path / "x", nnx.state(model))
@@ -158,7 +170,6 @@ def small(tmp_path_factory):
     return path
 
 
-@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_damaged_files_load_or_raise(small, data):
     """Bytes of the header, or the length of the file: no wrong number, no other exception."""

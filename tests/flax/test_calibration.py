@@ -111,7 +111,7 @@ def test_calibration_on_few_rows_warns_once():
     [
         ({"quantizer": "gptq"}, "needs statistics of the inputs of each layer; pass calibration="),
         ({"quantizer": "hqq", "calibration": BATCHES}, "'hqq' reads no statistics"),
-        ({"quantizer": "awq", "calibration": BATCHES}, "before a layer, which only"),
+        ({"quantizer": "awq"}, "'awq' needs statistics of the inputs of each layer"),
         ({"quantizer": "gptq", "calibration": []}, "the calibration has no batch"),
         ({"quantizer": "gptq", "calibration": 3}, "calibration is 3, but it must be an iterable"),
         (

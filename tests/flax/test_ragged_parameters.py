@@ -9,11 +9,12 @@ import pytest
 from flax import nnx
 from jax import lax
 
-from jaxlowbit import INT8
+from jaxlowbit import INT8, quantize
 from jaxlowbit.nnx import EinsumParameter, quantize_model
-from jaxlowbit.quantizers import Calibration
+from jaxlowbit.quantizers import Statistics, awq
 
 WIDTH, HIDDEN, EXPERTS = 64, 96, 3
+FORMAT = "int3-g32"
 LAYERS = [
     EinsumParameter("gating$", "e...d,eghd->e...gh"),
     EinsumParameter("down$", "e...k,ekn->e...n"),
@@ -59,11 +60,11 @@ def test_ragged_products_use_packed_experts(sizes):
 
 
 class Model(nnx.Module):
-    def __init__(self) -> None:
-        self.experts = Experts(nnx.Rngs(0))
+    def __init__(self, sizes: tuple[int, ...]) -> None:
+        self.experts, self.sizes = Experts(nnx.Rngs(0)), sizes
 
     def __call__(self, x: Any) -> Any:
-        return self.experts(x, jnp.array([3, 0, 4]))
+        return self.experts(x, jnp.array(self.sizes))
 
 
 class Other(nnx.Module):
@@ -79,6 +80,32 @@ def test_other_ragged_products_raise():
     quantize_model(model, INT8, layers=[EinsumParameter("rows$", "etd,edf->etf")])
     with pytest.raises(ValueError, match="a ragged product that is not one of rows"):
         model.other(jnp.ones((EXPERTS, HIDDEN, 4)), jnp.array([WIDTH, 0, 0]))
-    options: Any = {"quantizer": "gptq", "calibration": Calibration([X])}
-    with pytest.raises(ValueError, match="whose statistics are not recorded"):
-        quantize_model(Model(), INT8, layers=LAYERS, **options)
+
+
+def test_calibration_has_the_rows_of_each_expert():
+    rng = np.random.default_rng(0)
+    sizes = np.exp(rng.normal(size=(2, WIDTH)))
+    x = jnp.asarray(rng.normal(size=(400, WIDTH)) * sizes[(np.arange(400) > 149) * 1], jnp.float32)
+    model, floats = Model((150, 0, 250)), Model((150, 0, 250))
+    with pytest.warns(UserWarning, match=r"reaches 1 of the stack experts.(gating|down); each"):
+        quantize_model(model, FORMAT, layers=LAYERS, quantizer="awq", calibration=[x])
+    gating = np.asarray(floats.experts.gating.get_value()).transpose(0, 3, 1, 2)
+    gating = jnp.asarray(gating.reshape(EXPERTS, WIDTH, -1))
+    found = model.experts.gating.kernel
+    for expert, rows in ((0, x[:150]), (2, x[150:])):
+        statistics = Statistics.of(rows, full=True)
+        weight = gating[expert]
+        factor = awq.factors([weight], [found.format], statistics)
+        own = model.experts.gating.lhs_factor[...][expert]
+        np.testing.assert_allclose(own, factor, rtol=1e-5)
+        statistics, weight = statistics.divided(factor), weight * factor[:, None]
+        options = {"quantizer": "awq", "statistics": statistics}
+        wanted = quantize(weight, FORMAT, **options).dequantize()
+        same = jnp.isclose(found[expert].dequantize(), wanted, rtol=1e-4, atol=1e-6)
+        assert same.mean() > 0.99  # sums in another order may change a tie
+    plain = quantize(gating[1], FORMAT, quantizer="mse").dequantize()
+    np.testing.assert_allclose(found[1].dequantize(), plain, rtol=1e-5)
+    error = jnp.linalg.norm(model(x) - floats(x)) / jnp.linalg.norm(floats(x))
+    rounded = Model((150, 0, 250))
+    quantize_model(rounded, FORMAT, layers=LAYERS, quantizer="mse")
+    assert error < 0.9 * jnp.linalg.norm(rounded(x) - floats(x)) / jnp.linalg.norm(floats(x))

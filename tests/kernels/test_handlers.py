@@ -102,7 +102,11 @@ BROKEN = [
     ({"k": 0}, {}, "n is 40 and k is 0 but both must be positive"),
     ({"units": 7}, {}, "units is 7 but must be 0, 1, n or n_blocks . 64"),
     ({"codebook": "table", "zero": "float"}, {}, "zero is given with 8-bit scales or a codebook"),
-    ({"scale": "uint8", "group_size": 48}, {}, "group_size is 48 but must be 16, 32, 64 or 128"),
+    (
+        {"scale": "two_level", "group_size": 48},
+        {},
+        "group_size is 48 but must be 16, 32, 64 or 128",
+    ),
     ({"permuted_parts": 3}, {}, "permuted_parts is 3 but must be a divisor of k"),
     ({"codebook": "table"}, {"codebook": 15}, "numbers has 15 numbers but the codebooks .* 16"),
     ({"codebook": "e2m1"}, {"codebook": 16}, "the codebook of a product is not e2m1"),
@@ -126,7 +130,7 @@ BROKEN = [
         "packed holds no weight but the batch of 1 needs at least one",
     ),
     (
-        {"scale": "uint8"},
+        {"scale": "two_level"},
         {"scale": ((1, 1, 10, 64), "uint8")},
         "scale is u8 but the CPU kernels read no scales of two levels; expand them to f32",
     ),

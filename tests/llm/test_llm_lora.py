@@ -6,6 +6,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import golden_architectures
+import golden_files
 import jax
 import jax.numpy as jnp
 import model_files
@@ -16,6 +18,8 @@ from safetensors.numpy import load_file, save_file
 
 from jaxlowbit import Format, QuantizedArray, llm
 from jaxlowbit._llm import adapters
+from jaxlowbit._llm.huggingface import config_of
+from jaxlowbit._llm.low_rank import LowRank
 
 DATA = Path(__file__).parents[1] / "data" / "checkpoints"
 TOKENS = np.array([[3, 1, 4, 1, 5, 9, 2, 6, 200, 100, 50, 25]])
@@ -59,6 +63,63 @@ def test_an_adapter_is_saved_and_loaded(adapted, base, tmp_path):
         llm.save(adapted, tmp_path / "y")
     with pytest.raises(ValueError, match="adapt: the model has an adapter already"):
         llm.adapt(adapted, tmp_path / "x")
+
+
+@pytest.fixture(scope="module")
+def phi3(tmp_path_factory):
+    path = tmp_path_factory.mktemp("phi3")
+    entries = golden_architectures.CASES["phi3"]
+    model_files.write_folder(path, entries, {})
+    model_files.write_folder(path, entries, golden_files.hf_weights(config_of(path)))
+    return path
+
+
+def test_adapters_of_fused_matrices(phi3, tmp_path):
+    """PEFT's logits for Phi 3, and the same files again."""
+    model = llm.load(phi3, dtype=jnp.float32, adapter=DATA / "lora_phi3", progress=False)
+    expected = load_file(DATA / "lora_phi3" / "logits.safetensors")["logits"]
+    found = logits(model, np.array([golden_architectures.TOKENS]))
+    assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
+    llm.save_adapter(model, tmp_path / "x")
+    own, other = (
+        load_file(folder / "adapter_model.safetensors")
+        for folder in (tmp_path / "x", DATA / "lora_phi3")
+    )
+    assert own.keys() == other.keys()
+    for name, values in own.items():
+        np.testing.assert_array_equal(values, other[name])
+
+
+def test_separate_adapters_of_parts_are_joined(phi3, tmp_path):
+    """A new adapter has an A for each part, and none for keys; the ranks add up."""
+    base = llm.load(phi3, dtype=jnp.float32, progress=False)
+    model = llm.adapt(base, llm.LoRA(rank=3, alpha=5, targets=r"\.(q|v|up)$"))
+    state = nnx.state(model.decoder, nnx.LoRAParam)
+    keys = iter(jax.random.split(jax.random.key(1), len(jax.tree.leaves(state))))
+    random = jax.tree.map(lambda x: jax.random.normal(next(keys), x.shape), state)
+    nnx.update(model.decoder, random)
+    llm.save_adapter(model, tmp_path / "x")
+    stored = load_file(tmp_path / "x" / "adapter_model.safetensors")
+    prefix = "base_model.model.model.layers.1."
+    assert stored[f"{prefix}self_attn.qkv_proj.lora_A.weight"].shape == (6, 64)
+    assert stored[f"{prefix}mlp.gate_up_proj.lora_B.weight"].shape == (192, 3)
+    found = llm.adapt(base, tmp_path / "x")
+    tokens = np.array([golden_architectures.TOKENS])
+    expected = logits(model, tokens)
+    np.testing.assert_allclose(logits(found, tokens), expected, atol=1e-5 * np.abs(expected).max())
+
+
+def test_modules_of_models_with_images(base, tmp_path):
+    path = tmp_path / "images"
+    shutil.copytree(base, path)
+    values = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": values}))
+    weight = LowRank(None, jnp.ones((64, 2)), jnp.ones((2, 64)), 1.0)
+    config = llama().config
+    adapters.write_adapter(tmp_path, {"layers.0.q": weight}, config, path)
+    name = "base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_A.weight"
+    assert name in load_file(tmp_path / "adapter_model.safetensors")
+    assert adapters.adapted("load", tmp_path, config).keys() == {"layers.0.q"}
 
 
 def test_rows_of_queries_are_permuted_as_in_gguf():

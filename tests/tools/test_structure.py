@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import count_calls
 import jax
 import jax.numpy as jnp
 import pytest
@@ -37,12 +38,13 @@ FLAX = ("linen", "nnx")
 # Optional dependencies, and the compiled module, by the modules that may import them.
 ONLY = {
     "flax": r"_flax\.((linen|nnx)_\w+|serialization|qwix_provider)|"
-    r"_llm\.(bench|block|cache_file|command|decoder|language_model|low_rank|perplexity|programs)|"
-    r"_llm\.sharding",
+    r"_llm\.(bench|block|cache_file|command|decoder|harness|language_model|low_rank|perplexity)|"
+    r"_llm\.(programs|sharding)",
     "qwix": r"_core\.qarray|_flax\.qwix_provider",
     "gguf": r"_llm\.(exporting|ggml_grids|gguf_file|gguf_metadata)",
     "jinja2": r"_llm\.chat_template",
     "llguidance": r"_llm\.schema",
+    "lm_eval": r"_llm\.harness",
     "safetensors": r"checkpoint\._files|_tuning\.weights",
     "tokenizers": r"_llm\.(gguf_metadata|tokenizer_(folder|gguf|parts))",
     "tqdm": r"_flax\.calibration|_llm\.(calibration|files_command|load|perplexity|sensitivity)|"
@@ -131,6 +133,18 @@ def test_there_are_no_import_cycles():
 def test_imports_go_down(name):
     for target in imports(name):
         assert room(target) == room(name) or rank(target) < rank(name), target
+
+
+def test_functions_have_at_most_60_lines():
+    """Without docstrings."""
+    found = {
+        (name, node.name): lines[min([node.lineno, *(d.lineno for d in node.decorator_list)])]
+        for name, path in PATHS.items()
+        for lines in [count_calls._python_lengths(str(path))]
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    assert len(found) > 1000 and {key for key, lines in found.items() if lines > 60} == set()
 
 
 def unencoded(path: Path) -> Iterator[int]:

@@ -41,7 +41,7 @@ std::vector<InstanceKey> InstancesOf(int bits) {
       if (variant.block_m <= MaxRows(bits, key.scale)) keys.push_back(key);
     }
     key.variant = kRounds.number();
-    if (key.lhs == ElementType::kBf16 && key.scale != ElementType::kSuper) keys.push_back(key);
+    if (key.lhs == ElementType::kBf16 && !HasTwoLevels(key.scale)) keys.push_back(key);
   });
   return keys;
 }

@@ -37,20 +37,29 @@ int StageAtoms(const QuantizedMatmul& problem, const Plan& plan, int block_m) {
   return fits ? atoms : atoms_of(2);
 }
 
+// Slices of a tile: whole pairs of strips if gated, or whole strips for widths that need them.
+int TileSlices(const QuantizedMatmul& problem, int slices) {
+  const int unit = problem.epilogue.gated         ? kPairSlices
+                   : HasWholeStrips(problem.bits) ? kSlicesPerStrip
+                                                  : 1;
+  const int64_t tiles = CeilDiv(slices, kMaxTileSlices);
+  return static_cast<int>(CeilDiv(CeilDiv(slices, tiles), unit)) * unit;
+}
+
+// Rows of scales in a stage.
+int StageGroups(const QuantizedMatmul& problem, int64_t stage_k) {
+  const int64_t size = problem.group_size, groups = size < 0 ? 1 : CeilDiv(stage_k, size);
+  const bool two_levels = HasTwoLevels(problem.scale);
+  return static_cast<int>(groups + (two_levels ? CeilDiv(stage_k, kSuperBlock) * kFloatRows : 0));
+}
+
 }  // namespace
 
 Plan PlanOf(const QuantizedMatmul& problem, int cluster_ctas, int slices, int ctas_per_sm) {
   Plan plan = {};
   while (2 << plan.cluster_shift <= cluster_ctas) ++plan.cluster_shift;
   plan.slices = slices;
-  const int tiles = static_cast<int>(CeilDiv(slices, kMaxTileSlices));
-  plan.tile_slices = static_cast<int>(CeilDiv(slices, tiles));
-  if (problem.epilogue.gated) {
-    plan.tile_slices = static_cast<int>(CeilDiv(plan.tile_slices, kPairSlices)) * kPairSlices;
-  } else if (HasWholeStrips(problem.bits)) {
-    plan.tile_slices =
-        static_cast<int>(CeilDiv(plan.tile_slices, kSlicesPerStrip)) * kSlicesPerStrip;
-  }
+  plan.tile_slices = TileSlices(problem, slices);
   const int block_m = BlockM(problem.m);
   const int pairs = static_cast<int>(CeilDiv(plan.tile_slices, kSlicesPerWarp));
   plan.warps_k = 1;
@@ -62,11 +71,8 @@ Plan PlanOf(const QuantizedMatmul& problem, int cluster_ctas, int slices, int ct
   plan.warp_atoms = plan.stage_atoms / plan.warps_k;
   while (1 << plan.stage_shift < plan.stage_atoms) ++plan.stage_shift;
   plan.stages = static_cast<int>(CeilDiv(problem.k_blocks(), plan.stage_atoms));
-  const int64_t stage_k = plan.stage_atoms * kAtom, size = problem.group_size;
-  plan.stage_groups = static_cast<int>(size < 0 ? 1 : CeilDiv(stage_k, size));
-  if (problem.scale == ElementType::kSuper) {
-    plan.stage_groups += static_cast<int>(CeilDiv(stage_k, kSuperBlock) * kFloatRows);
-  }
+  const int64_t stage_k = plan.stage_atoms * kAtom;
+  plan.stage_groups = StageGroups(problem, stage_k);
   const int per_slice = kSliceRows * static_cast<int>(kAtom) * problem.bits / 8;
   const int per_group = plan.stage_strips * plan.stage_groups * static_cast<int>(kAtom);
   const int cluster = 1 << plan.cluster_shift;

@@ -58,7 +58,7 @@ constexpr int MaxWarpAtoms(int bits, int block_m) { return bits < 4 && block_m =
 
 // Maximum rows of lhs. Above 4 bits, and with two-level scales, 32 rows do not fit the registers.
 constexpr int MaxRows(int bits, ElementType scale) {
-  return bits <= 4 && scale != ElementType::kSuper ? 32 : 16;
+  return bits <= 4 && !HasTwoLevels(scale) ? 32 : 16;
 }
 
 // Atoms along k in a super-block of two-level scales.

@@ -44,7 +44,7 @@ def unsupported(
 def lower(problem: Problem, operands: Operands, target: Target) -> Product:
     del operands
     product = functools.partial(matmul, platform=target.platform)
-    return of_float_scales(product) if problem.format.scale == "two_level" else product
+    return of_float_scales(product) if problem.format.two_levels else product
 
 
 @of_stored_rows
