@@ -133,8 +133,8 @@ class AttendStep final : public LoadedStep {
 
 class Sequence {
  public:
-  Sequence(Call* call, const Target& target, Ways* ways, LoadedCall* loaded)
-      : call_(*call), target_(target), ways_(*ways), loaded_(*loaded) {}
+  Sequence(Call* call, const Target& target, bool follows, Ways* ways, LoadedCall* loaded)
+      : call_(*call), target_(target), ways_(*ways), loaded_(*loaded), started_(follows) {}
 
   ffi::Error Run() {
     ffi::Error error = FindWorkspace();
@@ -486,6 +486,7 @@ class Sequence {
   }
 
   ffi::Error Attention() {
+    const bool follows = started_;
     started_ = true;
     if (call_.args().size() < kAttendOperands || call_.rets().size() < kAttendResults) {
       return InvalidArgument("an attention has at least " + std::to_string(kAttendOperands) +
@@ -494,6 +495,7 @@ class Sequence {
     const AttendBuffers buffers(call_.args(), call_.rets());
     Attend attend;
     ffi::Error error = DecodeAttend(buffers, &call_.attributes, &attend);
+    attend.pdl = follows;
     if (error.success()) error = call_.attributes.Missing();
     const int results = static_cast<int>(call_.args().size());
     if (error.success()) error = CheckNoOverlap(buffers, results, &ways_);
@@ -514,16 +516,17 @@ class Sequence {
   Room room_;
   Exchange exchange_;
   float epsilon_ = 0;
-  bool started_ = false;  // a kernel of the call has been launched
+  bool started_;  // a kernel of the handler has been launched
   std::vector<std::pair<int64_t, Address>> moved_;
   std::vector<PlannedProduct> products_;
 };
 
 }  // namespace
 
-ffi::Error PlanCall(Call* call, const Target& target, Ways* ways, LoadedCall* loaded) {
+ffi::Error PlanCall(Call* call, const Target& target, bool follows, Ways* ways,
+                    LoadedCall* loaded) {
   const ffi::Error error = call->Decode();
-  return error.failure() ? error : Sequence(call, target, ways, loaded).Run();
+  return error.failure() ? error : Sequence(call, target, follows, ways, loaded).Run();
 }
 
 std::vector<PlannedStep> PlanAttributes(const std::vector<Product>& products,

@@ -16,6 +16,7 @@
 #include <memory>
 #include <mutex>
 #include <set>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -24,7 +25,9 @@
 #include "xla_ffi/call.h"
 #include "xla_ffi/cuda_error.h"
 #include "xla_ffi/cuda_plan.h"
+#include "xla_ffi/guard.h"
 #include "xla_ffi/handlers.h"
+#include "xla_ffi/layers.h"
 #include "xla_ffi/plan_cache.h"
 
 namespace jaxlowbit {
@@ -41,53 +44,70 @@ PlanCache<LoadedCall>& plans = *new PlanCache<LoadedCall>(kMaxCalls);
 enum class Stage { kInitialize, kExecute };
 
 // Plans a call that has no plan yet.
-ffi::Error Plan(const CallKey& key, Call* call, const Target& target, Stage stage,
+ffi::Error Plan(const CallKey& key, Call* call, const Target& target, bool follows, Stage stage,
                 std::shared_ptr<const LoadedCall>* planned) {
   const bool typical = stage == Stage::kInitialize;
   auto loaded = std::make_shared<LoadedCall>();
   Ways ways(typical ? nullptr : key.pointers.data());
-  const ffi::Error error = PlanCall(call, target, &ways, loaded.get());
+  const ffi::Error error = PlanCall(call, target, follows, &ways, loaded.get());
   if (error.failure()) return error;
   plans.Keep(key, ways.questions(), typical, loaded);
   *planned = std::move(loaded);
   return error;
 }
 
+// Runs a call, or one of its layers. `follows`: another layer precedes it.
+template <Stage kStage>
+ffi::Error RunOne(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                  RawAttributes attributes, int ordinal, const Target& target, bool follows) {
+  constexpr bool kExecutes = kStage == Stage::kExecute;
+  thread_local CallKey key;
+  key.Read(args, rets, attributes, ordinal, target.tuned == nullptr ? 0 : target.tuned->number,
+           follows);
+  const LoadedCall* loaded = plans.Find(key, !kExecutes);
+  std::shared_ptr<const LoadedCall> planned;
+  if (loaded == nullptr) {
+    Call call(args, rets, ffi::Dictionary(attributes.attrs));
+    const ffi::Error error = Plan(key, &call, target, follows, kStage, &planned);
+    if (error.failure()) return error;
+    loaded = planned.get();
+  }
+  if (!kExecutes) {
+    const std::string failure = loaded->exchanges ? ExchangeFailure() : "";
+    return failure.empty() ? ffi::Error::Success() : ffi::Error::Internal(failure);
+  }
+  for (const LoadedCall::Step& step : loaded->steps) {
+    const cudaError_t status = step.run->Run(key.pointers.data(), stream);
+    if (status != cudaSuccess) return ToError(status, step.what);
+  }
+  return ffi::Error::Success();
+}
+
+template <Stage kStage>
+ffi::Error RunAll(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                  RawAttributes attributes) {
+  int ordinal = 0;
+  Target target;
+  const cudaError_t status = FindTarget(stream, kStage == Stage::kInitialize, &ordinal, &target);
+  if (status != cudaSuccess) return TargetError(status, ordinal);
+  const auto places =
+      Attributes(ffi::Dictionary(attributes.attrs)).Find<ffi::Span<const int64_t>>("layers");
+  if (!places) return RunOne<kStage>(stream, args, rets, attributes, ordinal, target, false);
+  Layers layers;
+  ffi::Error error = layers.Read(args, rets, attributes, *places);
+  for (int64_t i = 0; error.success() && i < layers.count(); ++i) {
+    error = RunOne<kStage>(stream, layers.args(i), layers.rets(i), layers.attributes(), ordinal,
+                           target, i > 0);
+  }
+  return error;
+}
+
 template <Stage kStage>
 ffi::Error Run(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
                RawAttributes attributes) {
-  constexpr bool kExecutes = kStage == Stage::kExecute;
-  const auto named = [&](const ffi::Error& error) {
-    return Named(Attributes(ffi::Dictionary(attributes.attrs)).caller(), error);
-  };
-  if (kExecutes) execute_count.fetch_add(1, std::memory_order_relaxed);
-  try {
-    int ordinal = 0;
-    Target target;
-    cudaError_t status = FindTarget(stream, !kExecutes, &ordinal, &target);
-    if (status != cudaSuccess) return named(TargetError(status, ordinal));
-    thread_local CallKey key;
-    key.Read(args, rets, attributes, ordinal, target.tuned == nullptr ? 0 : target.tuned->number);
-    const LoadedCall* loaded = plans.Find(key, !kExecutes);
-    std::shared_ptr<const LoadedCall> planned;
-    if (loaded == nullptr) {
-      Call call(args, rets, ffi::Dictionary(attributes.attrs));
-      const ffi::Error error = Plan(key, &call, target, kStage, &planned);
-      if (error.failure()) return named(error);
-      loaded = planned.get();
-    }
-    if (!kExecutes) {
-      const std::string failure = loaded->exchanges ? ExchangeFailure() : "";
-      return failure.empty() ? ffi::Error::Success() : named(ffi::Error::Internal(failure));
-    }
-    for (const LoadedCall::Step& step : loaded->steps) {
-      status = step.run->Run(key.pointers.data(), stream);
-      if (status != cudaSuccess) return named(ToError(status, step.what));
-    }
-    return ffi::Error::Success();
-  } catch (...) {
-    return Thrown(Attributes(ffi::Dictionary(attributes.attrs)).caller());
-  }
+  if (kStage == Stage::kExecute) execute_count.fetch_add(1, std::memory_order_relaxed);
+  return Guard(Attributes(ffi::Dictionary(attributes.attrs)).caller(),
+               [&] { return RunAll<kStage>(stream, args, rets, attributes); });
 }
 
 // Whether these numbers have not been seen before. Programs repeat the same calls, which need one compilation.

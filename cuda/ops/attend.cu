@@ -117,7 +117,6 @@ cudaError_t LoadAttend(const Attend& attend, const Device& device) {
   return error;
 }
 
-// The first kernel launches without PDL: kernels before the call may have written its inputs.
 cudaError_t LaunchAttend(const Attend& attend, void* workspace, int64_t workspace_bytes,
                          const Device& device, cudaStream_t stream) {
   if (attend.batch == 0) return cudaSuccess;
@@ -146,6 +145,7 @@ cudaError_t LaunchAttend(const Attend& attend, void* workspace, int64_t workspac
   params.max_distance = static_cast<uint32_t>(
       attend.window == 0 ? kMaxDistance : std::min(attend.window - 1, kMaxDistance));
   params.scale = attend.scale * kLog2E;
+  params.pdl = attend.pdl && device.compute_capability >= 90;
   params.aligned = IsAligned(attend.keys) && IsAligned(attend.values);
   const Variant variant = Find(attend);
   const int64_t units = CeilDiv(attend.reach, kUnit), workers = splits * variant.warps;
@@ -153,7 +153,7 @@ cudaError_t LaunchAttend(const Attend& attend, void* workspace, int64_t workspac
   params.odd_units = static_cast<int>(units % workers);
   const dim3 grid(static_cast<unsigned>(attend.kv_heads), static_cast<unsigned>(splits),
                   static_cast<unsigned>(attend.batch));
-  const LaunchConfig launch(grid, 32 * variant.warps, variant.shared_bytes, stream);
+  const LaunchConfig launch(grid, 32 * variant.warps, variant.shared_bytes, stream, params.pdl);
   const cudaError_t error = cudaLaunchKernelEx(&launch.config, variant.kernel, params);
   if (error != cudaSuccess || splits == 1) return error;
   const auto combine = attend.type == ElementType::kBf16 ? Combine<__nv_bfloat16> : Combine<__half>;

@@ -79,6 +79,7 @@ struct Params {
   float epsilon;
   bool neighbours;  // pairs of the rotation
   bool aligned;     // keys and values of the cache begin at multiples of 16 bytes
+  bool pdl;         // as in Attend
 };
 
 __device__ inline int Warp() { return threadIdx.x / 32; }
@@ -305,12 +306,12 @@ class NewRows {
         pairs_{p.size / 2, p.neighbours},
         angles_(pairs_, p.cos + Angle(), p.sin + Angle()) {}
 
-  // Normalizes and rotates the rows, one warp per row. The first two rows of a warp load while `units` compares
-  // positions.
-  __device__ void Put(Units& units) {
+  // Normalizes and rotates the rows, one warp per row. `looks`: `units` compares positions while the first two rows of
+  // a warp load.
+  __device__ void Put(Units& units, bool looks) {
     const int warp = Warp();
     Row one = Load(warp), two = Load(warp + S::kWarps);
-    if (units.count() > 0) units.Look();
+    if (looks && units.count() > 0) units.Look();
     Put(warp, one);
     Put(warp + S::kWarps, two);
     for (int i = warp + 2 * S::kWarps; i < rows_; i += S::kWarps) {
@@ -378,6 +379,12 @@ class UnitRing {
       : cache_(cache), units_(units), written_(written) {}
 
   __device__ int produced() const { return produced_; }
+
+  // Starts copying the first units.
+  __device__ void Fill() {
+#pragma unroll 1
+    for (int stage = 0; stage < Shape<kSize>::kStages - 1; ++stage) Produce(stage);
+  }
 
   // Starts copying the next unit, if there is one, to `stage`.
   __device__ void Produce(int stage) {
@@ -564,17 +571,16 @@ __device__ void StoreSums(const Params& p, const float* merged, const float* top
   }
 }
 
-// Multiplies this warp's units in order.
+// Multiplies this warp's units in order. `ring` has been filled.
 template <typename T, int kSize, bool kWide>
 __device__ void AttendToUnits(const CacheCopier<kSize>& cache, UnitRing<kSize>& ring, int slot,
                               uint32_t new_rows, WarpAttention<T, kSize, kWide>& attention) {
   using S = Shape<kSize>;
-  int stage = 0, filled = 0;
+  int stage = 0, filled = S::kStages - 1;
 #pragma unroll 1
-  for (int i = 1 - S::kStages; i < ring.produced(); ++i) {  // fills the ring first
+  for (int i = 0; i < ring.produced(); ++i) {
     ring.Produce(filled);
     filled = filled + 1 == S::kStages ? 0 : filled + 1;
-    if (i < 0) continue;
     WaitCopies<S::kStages - 1>();
     __syncwarp();  // the copies of all lanes have arrived
     const uint32_t mask = ring.Mask(stage), unit = cache.Stage(stage);
@@ -601,20 +607,27 @@ __global__ void __launch_bounds__(Shape<kSize>::kThreads) AttendKernel(const Par
   Units units(p, Element(), worker, workers);
   if (units.count() > 0) cache.Copy(0, units.SlotOf(0));  // before positions are compared
 
+  // This warp's unit with the slot to write, or none.
+  const bool writes = 0 <= slot && slot < p.slots && slot / kUnit % workers == worker;
+  const int written = writes ? slot / kUnit / workers : -1;
+  UnitRing<kSize> copies(cache, units, written);
   uint8_t* const new_rows = ring + S::kWarps * S::kRingBytes;
   NewRows<T, kSize> rows(p, new_rows);
-  rows.Put(units);
+  if (p.pdl) {  // old slots arrive while previous kernels compute the new rows
+    if (units.count() > 0) units.Look();
+    copies.Fill();
+    WaitForPreviousKernels();
+  }
+
+  rows.Put(units, !p.pdl);
   rows.ZeroOthers();
   __syncthreads();
 
-  // This warp's unit with the slot to write, or none.
   const uint32_t new_at = SharedAddress(new_rows);
-  const bool writes = 0 <= slot && slot < p.slots && slot / kUnit % workers == worker;
-  const int written = writes ? slot / kUnit / workers : -1;
   if (writes) cache.Append(slot, new_at);
 
   WarpAttention<T, kSize, kWide> attention(p.scale, new_at);
-  UnitRing<kSize> copies(cache, units, written);
+  if (!p.pdl) copies.Fill();
   AttendToUnits(cache, copies, slot, new_at, attention);
 
   // Merges the warps; their sums overwrite their rings.

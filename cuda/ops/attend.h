@@ -56,6 +56,10 @@ struct Attend {
 
   void* out = nullptr;  // [batch, heads, head_size]
 
+  // Whether the first kernel may start while previous kernels run (PDL). They must not write slot, position, positions,
+  // cos, sin, keys or values.
+  bool pdl = false;
+
   int64_t shared() const { return heads / kv_heads; }
 };
 
@@ -65,9 +69,9 @@ int AttendSplits(const Attend& attend, const Device& device, int64_t workspace_b
 // Loads the kernels for this type and these sizes. Call before LaunchAttend; later calls return immediately.
 cudaError_t LoadAttend(const Attend& attend, const Device& device);
 
-// Enqueues the attention. With several splits, a second kernel (under PDL if available) combines them in order.
-// Operands need no alignment beyond their elements; the workspace is 16-byte aligned. `out` must not overlap operands,
-// except that it may equal `query`.
+// Enqueues the attention. With several splits, a second kernel combines them in order. Both kernels use PDL if
+// available, the first one only with `attend.pdl`. Operands need no alignment beyond their elements; the workspace is
+// 16-byte aligned. `out` must not overlap operands, except that it may equal `query`.
 cudaError_t LaunchAttend(const Attend& attend, void* workspace, int64_t workspace_bytes,
                          const Device& device, cudaStream_t stream);
 

@@ -299,25 +299,87 @@ def decode_block(
     Returns the new keys and values of the cache, the new residual (batch, d), then the following
     products. With several `devices`, from `exchanging`, each has a part of the weights.
     """
-    batch = residual.shape[0]
     calls = Call("decode_block")
-    attended = cuda_attend.add_attention(calls, attention, (1, batch, weights[0].k))
-    add_block(
-        *(calls, attended, call.apart(residual[None])[0], norm, following_norm, weights),
-        read=functools.partial(stored_weight, dtype=residual.dtype),
-        activation=activation,
-        parts=jnp.float32 if devices else None,
-    )
-    group: dict[str, Any] = {"devices": np.array(devices, np.int64)} if devices else {}
+    _add_layer(calls, attention, residual, norm, following_norm, weights, activation, bool(devices))
     _, keys, values, *others = calls.run(
-        sums=cuda_attend.workspace_bytes(attention, attending),
         aliases=cuda_attend.ALIASES,
-        epsilon=np.float32(epsilon),
-        **cuda_attend.call_attributes(attending),
-        **group,
+        **_layer_attributes(attention, attending, epsilon, devices),
     )
     results = call.apart(*others[: 1 + len(weights) - 3])
     return keys, values, *(x[0] for x in results)
+
+
+def decode_blocks(
+    attentions: Sequence[cuda_attend.Operands],
+    residual: Array,
+    norms: Sequence[tuple[Array, Array]],
+    weights: Sequence[Sequence[QuantizedArray]],
+    *,
+    attending: cuda_attend.Options,
+    activation: str,
+    epsilon: float,
+    devices: Sequence[int] = (),
+) -> tuple[list[list[Array]], list[Array]] | None:
+    """`decode_block` of consecutive layers, as one CUDA custom call; None if they are not alike.
+
+    Each layer ends with its three following products, which are query, key and value of the next
+    one: only those of the first of `attentions` are read.
+
+    Returns the new keys and values of each layer, then the new residual and the following products.
+    """
+    calls, place = [Call("decode_blocks") for _ in attentions], 0
+    for one, attention, (norm, following), own in zip(
+        calls, attentions, norms, weights, strict=True
+    ):
+        place = _add_layer(
+            one, attention, residual, norm, following, own, activation, bool(devices)
+        )
+    # Results: attention, keys, values, residual, three products.
+    found = call.run_layers(
+        calls,
+        {1: -5, 2: -6, 3: -7, place: -4},
+        {operand + 1: -result - 1 for operand, result in cuda_attend.ALIASES.items()},
+        **_layer_attributes(attentions[0], attending, epsilon, devices),
+    )
+    if found is None:
+        return None
+    caches, (_, *others) = found
+    return caches, [x[0] for x in call.apart(*others[:4])]
+
+
+def _add_layer(
+    calls: Call,
+    attention: cuda_attend.Operands,
+    residual: Array,
+    norm: Array,
+    following_norm: Array | None,
+    weights: Sequence[QuantizedArray],
+    activation: str,
+    divided: bool,
+) -> int:
+    """Adds attention and block to a call; the place of the residual."""
+    shape = (1, residual.shape[0], weights[0].k)
+    attended = cuda_attend.add_attention(calls, attention, shape)
+    x = call.apart(residual[None])[0]
+    add_block(
+        *(calls, attended, x, norm, following_norm, weights),
+        read=functools.partial(stored_weight, dtype=residual.dtype),
+        activation=activation,
+        parts=jnp.float32 if divided else None,
+    )
+    return next(place for place, array in calls.at.items() if array is x)
+
+
+def _layer_attributes(
+    attention: cuda_attend.Operands,
+    attending: cuda_attend.Options,
+    epsilon: float,
+    devices: Sequence[int],
+) -> dict[str, Any]:
+    group: dict[str, Any] = {"devices": np.array(devices, np.int64)} if devices else {}
+    sums = cuda_attend.workspace_bytes(attention, attending)
+    options = cuda_attend.call_attributes(attending)
+    return {"sums": sums, "epsilon": np.float32(epsilon), **options, **group}
 
 
 def normalized(

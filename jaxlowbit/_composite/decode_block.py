@@ -64,3 +64,45 @@ def decode_block(
         devices=devices,
     )
     return keys, values, y, tuple(products)
+
+
+def decode_blocks(
+    attentions: Sequence[cuda_attend.Operands],
+    residual: Array,
+    norms: Sequence[tuple[Array, Array]],
+    weights: Sequence[Sequence[QuantizedArray]],
+    *,
+    attending: cuda_attend.Options,
+    activation: str,
+    epsilon: float,
+    devices: Sequence[int] = (),
+) -> tuple[list[list[Array]], Array, tuple[Array, ...]] | None:
+    """`decode_block` of consecutive layers that are alike, as one CUDA custom call.
+
+    So attention starts while the kernels before it run. The following products of a layer are
+    query, key and value of the next one.
+
+    **Arguments:**
+
+    - `attentions`: as for `cuda_attend.attend`; query, key and value are read of the first only.
+    - `norms`: of each layer, before its MLP and before the following products.
+    - `weights`: of each layer, output, gate and up, down, and three following ones.
+    - the others: as for `decode_block`.
+
+    **Returns:** the keys and values of each layer, the new residual, and the following products;
+    None if the layers are not alike.
+    """
+    found = cuda_calls.decode_blocks(
+        attentions,
+        residual,
+        norms,
+        weights,
+        attending=attending,
+        activation=activation,
+        epsilon=epsilon,
+        devices=devices,
+    )
+    if found is None:
+        return None
+    caches, (y, *products) = found
+    return caches, y, tuple(products)

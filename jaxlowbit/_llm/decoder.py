@@ -33,6 +33,7 @@ from . import attention, rope
 from .block import Block, multiply, norm_variable
 from .cache import Cache, cache_specs, make_cache
 from .config import Config, check_config
+from .decode_layers import decode_layers
 from .low_rank import LowRank, Weight, base_of, variable
 from .sampling import first_largest
 from .sharding import Division
@@ -234,8 +235,12 @@ class Decoder(nnx.Module):
             plain=config.attention_softcap is not None or config.sinks,
         )
         x = self.embed(tokens)
-        products = self.blocks[0].project(x)
-        for i, block in enumerate(self.blocks):
+        products, done = self.blocks[0].project(x), 0
+        if implementation == "native":
+            arguments = self.blocks, products, x, rotations, positions, cache, reach
+            if (found := decode_layers(*arguments)) is not None:
+                (x, products, cache), done = found, config.layers - 1
+        for i, block in enumerate(self.blocks[done:], done):
             following = self.blocks[i + 1] if i + 1 < config.layers else None
             x, products, cache = block.step(
                 products,

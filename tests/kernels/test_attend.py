@@ -111,6 +111,14 @@ def test_a_block_of_a_decode_step_is_one_call(name, cuda, monkeypatch):
     assert calls == {"decode_block": CONFIGS[name].layers, "quantized_matmuls": 1}
 
 
+@pytest.mark.parametrize(("name", "alike"), [("llama", True), ("qwen3", True), ("qwen2", False)])
+def test_blocks_that_are_alike_are_one_call(name, alike, cuda, monkeypatch):
+    """All but the last. The biases of qwen2 are between the products and attention."""
+    calls = decode_step(CONFIGS[name].replace(layers=4), monkeypatch)
+    together = {"decode_blocks": 1, "decode_block": 1} if alike else {"decode_block": 4}
+    assert calls == {**together, "quantized_matmuls": 1}
+
+
 def test_blocks_that_are_not_fused_attend_in_place(cuda, monkeypatch):
     calls = decode_step(CONFIGS["gemma3"], monkeypatch)
     assert calls["attend"] == CONFIGS["gemma3"].layers and calls["decode_block"] == 0

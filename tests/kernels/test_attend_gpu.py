@@ -17,6 +17,7 @@ from jaxlowbit._backends import cuda_attend
 from jaxlowbit._backends.cuda_attend import Operands, Options
 from jaxlowbit._composite.rms_norm import rms_norm
 from jaxlowbit._llm import attention, rope
+from jaxlowbit._llm import decoder as decoder_module
 from jaxlowbit._llm.cache import make_cache
 from jaxlowbit.llm import init
 
@@ -297,6 +298,33 @@ def test_a_decoder_is_unaffected(name, monkeypatch):
     monkeypatch.setattr(attention, "native", lambda *_: False)
     of_xla = logits()
     assert np.abs(ours - of_xla).max() < 0.05 * np.abs(of_xla).max()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_blocks_in_one_call_give_the_bits_of_a_call_each(name, monkeypatch):
+    """Attention starts while the kernels of the block before run."""
+    config = CONFIGS[name].replace(layers=5)
+    decoder = init(config, INT8, dtype=jnp.bfloat16).decoder
+
+    def logits(calls):
+        @functools.partial(jax.jit, donate_argnums=2)
+        def step(token, position, cache):
+            x, cache = decoder.forward(token, position, cache)
+            return decoder.logits(x), cache
+
+        cache, found = make_cache(config, 3, 256, jnp.bfloat16), []
+        one = jnp.zeros((3, 1), jnp.int32)
+        text = step.lower(one, one, cache).as_text()
+        assert call_names(text).count("decode_block") == calls
+        for i in range(200):
+            token, position = jnp.full((3, 1), 3 * i % config.vocabulary), jnp.full((3, 1), i)
+            out, cache = step(token, position, cache)
+            found.append(out)
+        return np.stack(jax.device_get(found))
+
+    together = logits(1)
+    monkeypatch.setattr(decoder_module, "decode_layers", lambda *_: None)
+    assert together.tobytes() == logits(config.layers).tobytes()
 
 
 @pytest.mark.parametrize(
