@@ -2,9 +2,9 @@
 //
 // The first operands and results of every call that contains a decode step's attention:
 //
-//   0 query       T[b, h, d]     T: bf16 or f16
-//   1 key         T[b, g, d]     consecutive h / g heads of the query share one of g
-//   2 value       T[b, g, d]
+//   0 query       T, with b * h * d elements; T: bf16 or f16
+//   1 key         T, with b * g * d elements; consecutive h / g heads of the query share one of g
+//   2 value       T, with b * g * d elements
 //   3 cos         f32[b, d / 2]  of the rotation of query and key
 //   4 sin         f32[b, d / 2]
 //   5 query_norm  f32[d]         or [0]: heads are not normalized
@@ -78,7 +78,7 @@ inline ffi::Error CheckAttendOperands(const AttendBuffers& b, const Attend& a, E
     return CheckShape(name, buffer, {size}, "[head_size] or [0]");
   };
   constexpr std::string_view kCacheRule = "[batch, slots, kv_heads, head_size]";
-  constexpr std::string_view kKeyRule = "[batch, kv_heads, head_size]";
+  constexpr std::string_view kKeyRule = "batch * kv_heads * head_size";
   constexpr std::string_view kAngleRule = "[batch, head_size / 2]";
   for (const ffi::Error& error : {
            has_type("key", b.key),
@@ -93,8 +93,8 @@ inline ffi::Error CheckAttendOperands(const AttendBuffers& b, const Attend& a, E
            is("slot", b.slot, ffi::DataType::S32),
            is("position", b.position, ffi::DataType::S32),
            is("positions", b.positions, ffi::DataType::S32),
-           CheckShape("key", b.key, {a.batch, a.kv_heads, a.head_size}, kKeyRule),
-           CheckShape("value", b.value, {a.batch, a.kv_heads, a.head_size}, kKeyRule),
+           CheckCount("key", b.key, a.batch * a.kv_heads * a.head_size, kKeyRule),
+           CheckCount("value", b.value, a.batch * a.kv_heads * a.head_size, kKeyRule),
            CheckShape("cos", b.cos, {a.batch, a.head_size / 2}, kAngleRule),
            CheckShape("sin", b.sin, {a.batch, a.head_size / 2}, kAngleRule),
            is_norm("query_norm", b.query_norm),
@@ -152,16 +152,21 @@ inline ffi::Error DecodeAttend(const AttendBuffers& b, Attributes* attributes, A
   const auto type = FloatType(b.query.element_type());
   for (const ffi::Error& error :
        {CheckType("query", b.query, type && *type != ElementType::kF32, "bf16 or f16"),
-        CheckRank("query", b.query, 3, "[batch, heads, head_size]"),
         CheckRank("keys", b.keys, 4, "[batch, slots, kv_heads, head_size]")}) {
     if (error.failure()) return error;
   }
   a->type = *type;
-  a->batch = b.query.dimensions()[0];
-  a->heads = b.query.dimensions()[1];
-  a->head_size = b.query.dimensions()[2];
+  a->batch = b.keys.dimensions()[0];
   a->slots = b.keys.dimensions()[1];
   a->kv_heads = b.keys.dimensions()[2];
+  a->head_size = b.keys.dimensions()[3];
+  const auto elements = static_cast<int64_t>(b.query.element_count());
+  const int64_t of_a_head = a->batch * a->head_size;
+  a->heads = of_a_head == 0 ? a->kv_heads : elements / of_a_head;
+  if (a->heads * of_a_head != elements) {
+    return InvalidArgument("query has " + std::to_string(elements) +
+                           " elements but must have those of whole heads, batch * head_size each.");
+  }
   const ffi::Error error = CheckAttendOperands(b, *a, *type);
   return error.failure() ? error : CheckAttendSizes(*a);
 }

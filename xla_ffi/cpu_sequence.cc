@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The CPU handler of a call (call.h): one product with float or quantized activations, or a block (cpu_block.h).
+// The CPU handler of a call (call.h): one product with float or quantized activations, or a block (cpu_block.h), or
+// several of these (layers.h).
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -13,6 +14,7 @@
 #include "xla_ffi/cpu_block.h"
 #include "xla_ffi/cpu_team.h"
 #include "xla_ffi/handlers.h"
+#include "xla_ffi/layers.h"
 #include "xla_ffi/plan_cache.h"
 
 namespace jaxlowbit {
@@ -157,20 +159,30 @@ ffi::Error RunUnplanned(ffi::ThreadPool pool, const CallKey& key, Call call) {
   return error;
 }
 
+ffi::Error RunLayer(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                    RawAttributes attributes) {
+  thread_local CallKey key;
+  key.Read(args, rets, attributes);
+  if (const CpuPlan* plan = plans.Find(key); plan != nullptr) {
+    Run(pool, *plan, key.pointers.data());
+    return ffi::Error::Success();
+  }
+  return RunUnplanned(pool, key, Call(args, rets, ffi::Dictionary(attributes.attrs)));
+}
+
 ffi::Error Execute(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
                    RawAttributes attributes) {
-  thread_local CallKey key;
+  const auto caller = [&] { return Attributes(ffi::Dictionary(attributes.attrs)).caller(); };
   try {
-    key.Read(args, rets, attributes);
-    if (const CpuPlan* plan = plans.Find(key); plan != nullptr) {
-      Run(pool, *plan, key.pointers.data());
-      return ffi::Error::Success();
-    }
-    const Call call(args, rets, ffi::Dictionary(attributes.attrs));
-    const ffi::Error error = RunUnplanned(pool, key, call);
-    return error.success() ? error : Named(call.attributes.caller(), error);
+    const ffi::Error error =
+        ForEachLayer(args, rets, attributes,
+                     [&](ffi::RemainingArgs own_args, ffi::RemainingRets own_rets,
+                         RawAttributes own_attributes, bool) {
+                       return RunLayer(pool, own_args, own_rets, own_attributes);
+                     });
+    return error.success() ? error : Named(caller(), error);
   } catch (...) {
-    return Thrown(Attributes(ffi::Dictionary(attributes.attrs)).caller());
+    return Thrown(caller());
   }
 }
 

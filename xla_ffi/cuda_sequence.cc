@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The CUDA handlers of a call (call.h): a sequence of steps. Every kernel but the first of the call uses PDL, which
-// survives graph capture only within one handler (cuda/kernels/launch_config.h): a call never writes weights, and
-// results of earlier calls are complete when its first kernel starts. Execute only enqueues, so XLA may capture it.
+// The CUDA handlers of a call (call.h): a sequence of steps, or several of them (layers.h). Every kernel
+// but the first of the call uses PDL, which survives graph capture only within one handler
+// (cuda/kernels/launch_config.h): a call never writes weights, and results of earlier calls are complete when its first
+// kernel starts. Execute only enqueues, so XLA may capture it.
 //
 // XLA instantiates the calls of a program one after the other when the program is compiled or loaded. Instantiate
 // starts to compile kernels without waiting, so that the kernels of all calls compile concurrently.
@@ -25,7 +26,6 @@
 #include "xla_ffi/call.h"
 #include "xla_ffi/cuda_error.h"
 #include "xla_ffi/cuda_plan.h"
-#include "xla_ffi/guard.h"
 #include "xla_ffi/handlers.h"
 #include "xla_ffi/layers.h"
 #include "xla_ffi/plan_cache.h"
@@ -58,8 +58,8 @@ ffi::Error Plan(const CallKey& key, Call* call, const Target& target, bool follo
 
 // Runs a call, or one of its layers. `follows`: another layer precedes it.
 template <Stage kStage>
-ffi::Error RunOne(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                  RawAttributes attributes, int ordinal, const Target& target, bool follows) {
+ffi::Error RunLayer(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                    RawAttributes attributes, int ordinal, const Target& target, bool follows) {
   constexpr bool kExecutes = kStage == Stage::kExecute;
   thread_local CallKey key;
   key.Read(args, rets, attributes, ordinal, target.tuned == nullptr ? 0 : target.tuned->number,
@@ -84,30 +84,27 @@ ffi::Error RunOne(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRe
 }
 
 template <Stage kStage>
-ffi::Error RunAll(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                  RawAttributes attributes) {
-  int ordinal = 0;
-  Target target;
-  const cudaError_t status = FindTarget(stream, kStage == Stage::kInitialize, &ordinal, &target);
-  if (status != cudaSuccess) return TargetError(status, ordinal);
-  const auto places =
-      Attributes(ffi::Dictionary(attributes.attrs)).Find<ffi::Span<const int64_t>>("layers");
-  if (!places) return RunOne<kStage>(stream, args, rets, attributes, ordinal, target, false);
-  Layers layers;
-  ffi::Error error = layers.Read(args, rets, attributes, *places);
-  for (int64_t i = 0; error.success() && i < layers.count(); ++i) {
-    error = RunOne<kStage>(stream, layers.args(i), layers.rets(i), layers.attributes(), ordinal,
-                           target, i > 0);
-  }
-  return error;
-}
-
-template <Stage kStage>
 ffi::Error Run(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
                RawAttributes attributes) {
-  if (kStage == Stage::kExecute) execute_count.fetch_add(1, std::memory_order_relaxed);
-  return Guard(Attributes(ffi::Dictionary(attributes.attrs)).caller(),
-               [&] { return RunAll<kStage>(stream, args, rets, attributes); });
+  constexpr bool kExecutes = kStage == Stage::kExecute;
+  if (kExecutes) execute_count.fetch_add(1, std::memory_order_relaxed);
+  const auto caller = [&] { return Attributes(ffi::Dictionary(attributes.attrs)).caller(); };
+  try {
+    int ordinal = 0;
+    Target target;
+    const cudaError_t status = FindTarget(stream, !kExecutes, &ordinal, &target);
+    if (status != cudaSuccess) return Named(caller(), TargetError(status, ordinal));
+    const ffi::Error error =
+        ForEachLayer(args, rets, attributes,
+                     [&](ffi::RemainingArgs own_args, ffi::RemainingRets own_rets,
+                         RawAttributes own_attributes, bool follows) {
+                       return RunLayer<kStage>(stream, own_args, own_rets, own_attributes, ordinal,
+                                               target, follows);
+                     });
+    return error.success() ? error : Named(caller(), error);
+  } catch (...) {
+    return Thrown(caller());
+  }
 }
 
 // Whether these numbers have not been seen before. Programs repeat the same calls, which need one compilation.
@@ -120,22 +117,25 @@ bool IsNew(ffi::Span<const int64_t> products, ffi::Span<const int64_t> steps) {
   return seen.size() >= kMaxCalls || seen.insert(std::move(numbers)).second;
 }
 
+ffi::Error StartCompilingProducts(RawAttributes raw) {
+  Attributes attributes(ffi::Dictionary(raw.attrs));
+  using Integers = ffi::Span<const int64_t>;
+  const auto records = attributes.Find<Integers>("products").value_or(Integers());
+  if (!IsNew(records, attributes.Find<Integers>("steps").value_or(Integers()))) {
+    return ffi::Error::Success();
+  }
+  std::vector<Product> products;
+  std::vector<Step> steps;
+  const ffi::Error error = attributes.Decode(&products, &steps);
+  if (error.failure()) return error;
+  StartCompiling([&](const Target& target) { return PlanAttributes(products, steps, target); });
+  return error;
+}
+
 // Ignores errors, which Initialize reports.
-ffi::Error Instantiate(ffi::Dictionary dictionary) {
-  const ffi::Error ignored = Guard("jaxlowbit", [&] {
-    Attributes attributes(dictionary);
-    using Integers = ffi::Span<const int64_t>;
-    const auto records = attributes.Find<Integers>("products").value_or(Integers());
-    if (!IsNew(records, attributes.Find<Integers>("steps").value_or(Integers()))) {
-      return ffi::Error::Success();
-    }
-    std::vector<Product> products;
-    std::vector<Step> steps;
-    const ffi::Error error = attributes.Decode(&products, &steps);
-    if (error.failure()) return error;
-    StartCompiling([&](const Target& target) { return PlanAttributes(products, steps, target); });
-    return error;
-  });
+ffi::Error Instantiate(RawAttributes attributes) {
+  const ffi::Error ignored =
+      Guard("jaxlowbit", [&] { return ForEachKind(attributes, StartCompilingProducts); });
   static_cast<void>(ignored);
   return ffi::Error::Success();
 }
@@ -148,7 +148,7 @@ int64_t CudaExecuteCount() { return execute_count.load(std::memory_order_relaxed
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     JaxlowbitCudaInstantiate, jaxlowbit::Instantiate,
-    xla::ffi::Ffi::Bind<xla::ffi::ExecutionStage::kInstantiate>().Attrs());
+    xla::ffi::Ffi::Bind<xla::ffi::ExecutionStage::kInstantiate>().Attrs<jaxlowbit::RawAttributes>());
 
 // As XLA_FFI_DEFINE_HANDLER_SYMBOL defines them, but without its two functions around each handler.
 extern "C" XLA_FFI_Error* JaxlowbitCudaInitialize(XLA_FFI_CallFrame* frame) {

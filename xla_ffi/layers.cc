@@ -2,6 +2,7 @@
 
 #include "xla_ffi/layers.h"
 
+#include <algorithm>
 #include <string>
 #include <string_view>
 
@@ -10,89 +11,86 @@
 namespace jaxlowbit {
 namespace {
 
-ffi::Error WrongPlace(int64_t place) {
-  return InvalidArgument("the places of layers include " + std::to_string(place) +
-                         ", which is no buffer that fits.");
-}
+constexpr int64_t kHeader = 3;  // kind, operands, results
 
-int64_t Elements(const XLA_FFI_Buffer& buffer) {
-  int64_t elements = 1;
-  for (int64_t i = 0; i < buffer.rank; ++i) elements *= buffer.dims[i];
-  return elements;
+ffi::Error Malformed(const std::string& what) {
+  return InvalidArgument("the attribute layers " + what +
+                         "; compile the program with the library that runs it.");
 }
 
 }  // namespace
 
-ffi::Error Layers::ReadOperand(const XLA_FFI_Args& args, const XLA_FFI_Rets& rets, int64_t place,
-                               const XLA_FFI_Buffer* first, XLA_FFI_Buffer* operand) const {
-  if (place > 0 && place <= args.size) {
-    *operand = *static_cast<const XLA_FFI_Buffer*>(args.args[place - 1]);
-    return ffi::Error::Success();
-  }
-  if (first == nullptr || place >= 0 || -place > rets.size) return WrongPlace(place);
-  *operand = *first;
-  const auto& result = *static_cast<const XLA_FFI_Buffer*>(rets.rets[-place - 1]);
-  operand->data = result.data;
-  const bool fits = result.dtype == first->dtype && Elements(result) == Elements(*first);
-  return fits ? ffi::Error::Success() : WrongPlace(place);
-}
-
-void Layers::CopyAttributes(const XLA_FFI_Attrs& all) {
-  attributes_ = all;
+// Attributes are sorted by name, and remain so without the kind: names contain nothing below '.'.
+Layers::Kind Layers::KindOf(const XLA_FFI_Attrs& all, int64_t number) {
+  Kind kind;
+  const std::string suffix = "." + std::to_string(number);
   for (int64_t i = 0; i < all.size; ++i) {
-    if (std::string_view(all.names[i]->ptr, all.names[i]->len) == "layers") continue;
-    attribute_types_.push_back(all.types[i]);
-    attribute_names_.push_back(all.names[i]);
-    attribute_values_.push_back(all.attrs[i]);
+    const std::string_view name(all.names[i]->ptr, all.names[i]->len);
+    const size_t end = name.find('.');
+    if (name == "layers" || (end != name.npos && name.substr(end) != suffix)) continue;
+    kind.types.push_back(all.types[i]);
+    kind.spans.push_back({all.names[i]->ptr, std::min(end, name.size())});
+    kind.values.push_back(all.attrs[i]);
   }
-  attributes_.size = static_cast<int64_t>(attribute_types_.size());
-  attributes_.types = attribute_types_.data();
-  attributes_.names = attribute_names_.data();
-  attributes_.attrs = attribute_values_.data();
+  for (XLA_FFI_ByteSpan& span : kind.spans) kind.names.push_back(&span);
+  kind.attributes = all;
+  kind.attributes.size = static_cast<int64_t>(kind.types.size());
+  kind.attributes.types = kind.types.data();
+  kind.attributes.names = kind.names.data();
+  kind.attributes.attrs = kind.values.data();
+  return kind;
 }
 
-ffi::Error Layers::Read(ffi::RemainingArgs args, ffi::RemainingRets rets, RawAttributes attributes,
-                        ffi::Span<const int64_t> numbers) {
+ffi::Error Layers::Read(RawAttributes attributes, ffi::Span<const int64_t> numbers) {
+  int64_t kinds = 0;
+  for (const int64_t* at = numbers.begin(); at < numbers.end();) {
+    const int64_t left = numbers.end() - at - kHeader;
+    if (left < 0) return Malformed("ends within a layer");
+    const Layer layer = {at[0], at[1], at[2], at + kHeader};
+    if (layer.kind < 0 || layer.kind > kinds || layer.operands < 0 || layer.operands > left ||
+        layer.results < 0 || layer.results > left - layer.operands) {
+      return Malformed("has a layer of kind " + std::to_string(layer.kind) + " with " +
+                       std::to_string(layer.operands) + " operands and " +
+                       std::to_string(layer.results) + " results");
+    }
+    kinds = std::max(kinds, layer.kind + 1);
+    layers_.push_back(layer);
+    at = layer.places + layer.operands + layer.results;
+  }
+  for (int64_t i = 0; i < kinds; ++i) kinds_.push_back(KindOf(*attributes.attrs, i));
+  return ffi::Error::Success();
+}
+
+ffi::Error Layers::Bind(ffi::RemainingArgs args, ffi::RemainingRets rets) {
   const XLA_FFI_Args& all_args = *RawArgs{args}.args();
   const XLA_FFI_Rets& all_rets = *RawRets{rets}.rets();
-  const auto size = static_cast<int64_t>(numbers.size());
-  const int64_t operands = size < 2 ? 0 : numbers.begin()[0];
-  const int64_t results = size < 2 ? 0 : numbers.begin()[1];
-  if (operands < 1 || results < 1 || size <= 2 || (size - 2) % (operands + results) != 0) {
-    return InvalidArgument("the places of layers are " + std::to_string(size) +
-                           " numbers, which are no layers of " + std::to_string(operands) +
-                           " operands and " + std::to_string(results) + " results.");
+  int64_t operands = 0, results = 0;
+  for (const Layer& layer : layers_) {
+    operands = std::max(operands, layer.operands);
+    results = std::max(results, layer.results);
+    for (int64_t i = 0; i < layer.operands + layer.results; ++i) {
+      const int64_t place = layer.places[i];
+      const bool is_arg = place > 0 && place <= all_args.size && i < layer.operands;
+      if (!is_arg && (place >= 0 || -place > all_rets.size)) {
+        return Malformed("has the place " + std::to_string(place) + ", which no buffer has");
+      }
+      buffers_.push_back(is_arg ? all_args.args[place - 1] : all_rets.rets[-place - 1]);
+    }
   }
-  count_ = (size - 2) / (operands + results);
-  operands_.resize(count_ * operands);
-  operand_pointers_.resize(operands_.size());
-  result_pointers_.resize(count_ * results);
   arg_types_.assign(operands, XLA_FFI_ArgType_BUFFER);
   ret_types_.assign(results, XLA_FFI_RetType_BUFFER);
-  args_.assign(count_, all_args);
-  rets_.assign(count_, all_rets);
-  const int64_t* place = numbers.begin() + 2;
-  for (int64_t layer = 0; layer < count_; ++layer) {
-    const int64_t first_operand = layer * operands, first_result = layer * results;
-    for (int64_t i = 0; i < operands; ++i, ++place) {
-      XLA_FFI_Buffer& operand = operands_[first_operand + i];
-      const ffi::Error error =
-          ReadOperand(all_args, all_rets, *place, layer == 0 ? nullptr : &operands_[i], &operand);
-      if (error.failure()) return error;
-      operand_pointers_[first_operand + i] = &operand;
-    }
-    for (int64_t i = 0; i < results; ++i, ++place) {
-      if (*place >= 0 || -*place > all_rets.size) return WrongPlace(*place);
-      result_pointers_[first_result + i] = all_rets.rets[-*place - 1];
-    }
-    args_[layer].size = operands;
-    args_[layer].types = arg_types_.data();
-    args_[layer].args = operand_pointers_.data() + first_operand;
-    rets_[layer].size = results;
-    rets_[layer].types = ret_types_.data();
-    rets_[layer].rets = result_pointers_.data() + first_result;
+  void** buffers = buffers_.data();
+  for (const Layer& layer : layers_) {
+    args_.push_back(all_args);
+    args_.back().size = layer.operands;
+    args_.back().types = arg_types_.data();
+    args_.back().args = buffers;
+    rets_.push_back(all_rets);
+    rets_.back().size = layer.results;
+    rets_.back().types = ret_types_.data();
+    rets_.back().rets = buffers + layer.operands;
+    buffers += layer.operands + layer.results;
   }
-  CopyAttributes(*attributes.attrs);
   return ffi::Error::Success();
 }
 

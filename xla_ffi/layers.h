@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A call that repeats another call for the layers of a model, so that kernels of consecutive layers overlap (PDL).
+// A call that runs several calls in order, such as those of the layers of a model, so that their kernels overlap (PDL).
 //
-// Attribute `layers`, s64[2 + layers * (operands + results)]: the numbers of operands and results of the repeated call,
-// then for each layer the places (call.h) in the whole call of these operands and results. An operand may be a result
-// of an earlier layer: it has the type and shape of the same operand of the first layer. Other attributes are those of
-// the repeated call.
+// Attribute `layers`, s64[]: for each inner call its kind, its numbers of operands and results, and their places
+// (call.h) in the whole call. An operand may be a result of an earlier inner call. Other attributes are those of every
+// inner call, except that `NAME.K` is the attribute NAME of the calls of kind K.
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "xla_ffi/call.h"
@@ -18,31 +18,75 @@ namespace jaxlowbit {
 
 class Layers {
  public:
-  // Reads a call with the attribute. The call must outlive this object.
-  ffi::Error Read(ffi::RemainingArgs args, ffi::RemainingRets rets, RawAttributes attributes,
-                  ffi::Span<const int64_t> numbers);
+  // Reads the attributes of a call, which must outlive this object. `numbers`: the attribute `layers`.
+  ffi::Error Read(RawAttributes attributes, ffi::Span<const int64_t> numbers);
+  // Finds the buffers of the inner calls.
+  ffi::Error Bind(ffi::RemainingArgs args, ffi::RemainingRets rets);
 
-  int64_t count() const { return count_; }
-  ffi::RemainingArgs args(int64_t layer) const { return {&args_[layer], 0}; }
-  ffi::RemainingRets rets(int64_t layer) const { return {&rets_[layer], 0}; }
-  RawAttributes attributes() const { return {&attributes_}; }
+  size_t kinds() const { return kinds_.size(); }
+  RawAttributes attributes_of(size_t kind) const { return {&kinds_[kind].attributes}; }
+
+  size_t count() const { return layers_.size(); }
+  RawAttributes attributes(size_t layer) const { return attributes_of(layers_[layer].kind); }
+  ffi::RemainingArgs args(size_t layer) const { return {&args_[layer], 0}; }
+  ffi::RemainingRets rets(size_t layer) const { return {&rets_[layer], 0}; }
 
  private:
-  ffi::Error ReadOperand(const XLA_FFI_Args& args, const XLA_FFI_Rets& rets, int64_t place,
-                         const XLA_FFI_Buffer* first, XLA_FFI_Buffer* operand) const;
-  void CopyAttributes(const XLA_FFI_Attrs& all);
+  struct Layer {
+    int64_t kind, operands, results;
+    const int64_t* places;
+  };
+  struct Kind {
+    std::vector<XLA_FFI_AttrType> types;
+    std::vector<XLA_FFI_ByteSpan> spans;
+    std::vector<XLA_FFI_ByteSpan*> names;
+    std::vector<void*> values;
+    XLA_FFI_Attrs attributes;
+  };
 
-  int64_t count_ = 0;
-  std::vector<XLA_FFI_Buffer> operands_;
-  std::vector<void*> operand_pointers_, result_pointers_;
+  static Kind KindOf(const XLA_FFI_Attrs& all, int64_t number);
+
+  std::vector<Layer> layers_;
+  std::vector<Kind> kinds_;
+  std::vector<void*> buffers_;  // operands, then results, of each inner call
   std::vector<XLA_FFI_ArgType> arg_types_;
   std::vector<XLA_FFI_RetType> ret_types_;
   std::vector<XLA_FFI_Args> args_;
   std::vector<XLA_FFI_Rets> rets_;
-  XLA_FFI_Attrs attributes_ = {};
-  std::vector<XLA_FFI_AttrType> attribute_types_;
-  std::vector<XLA_FFI_ByteSpan*> attribute_names_;
-  std::vector<void*> attribute_values_;
 };
+
+// The attribute `layers` of a call that has it.
+inline std::optional<ffi::Span<const int64_t>> FindLayers(RawAttributes attributes) {
+  return Attributes(ffi::Dictionary(attributes.attrs)).Find<ffi::Span<const int64_t>>("layers");
+}
+
+// Calls `run(args, rets, attributes, follows)` for each inner call, or once for a call without any, and returns the
+// first error. `follows`: another inner call precedes this one.
+template <typename Run>
+ffi::Error ForEachLayer(ffi::RemainingArgs args, ffi::RemainingRets rets, RawAttributes attributes,
+                        const Run& run) {
+  const auto numbers = FindLayers(attributes);
+  if (!numbers) return run(args, rets, attributes, false);
+  Layers layers;
+  ffi::Error error = layers.Read(attributes, *numbers);
+  if (error.success()) error = layers.Bind(args, rets);
+  for (size_t i = 0; error.success() && i < layers.count(); ++i) {
+    error = run(layers.args(i), layers.rets(i), layers.attributes(i), i > 0);
+  }
+  return error;
+}
+
+// Calls `run(attributes)` for each kind of inner call, or once for a call without any, and returns the first error.
+template <typename Run>
+ffi::Error ForEachKind(RawAttributes attributes, const Run& run) {
+  const auto numbers = FindLayers(attributes);
+  if (!numbers) return run(attributes);
+  Layers layers;
+  ffi::Error error = layers.Read(attributes, *numbers);
+  for (size_t i = 0; error.success() && i < layers.kinds(); ++i) {
+    error = run(layers.attributes_of(i));
+  }
+  return error;
+}
 
 }  // namespace jaxlowbit

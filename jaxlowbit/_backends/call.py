@@ -244,12 +244,13 @@ class Call:
         """
         results = [*self._results]
         if workspace:
-            results.append(self._workspace(sums))
+            results.append(self.workspace(sums))
         call = jax.ffi.ffi_call(target, results, input_output_aliases=aliases)
-        outs = call(*self._operands, caller=self.caller, **self._attributes(), **attributes)
+        outs = call(*self._operands, **self.attributes(), **attributes)
         return [*outs[: len(self._results)]]
 
-    def _workspace(self, sums: int) -> jax.ShapeDtypeStruct:
+    def workspace(self, sums: int) -> jax.ShapeDtypeStruct:
+        """The workspace; `sums` as for `run`."""
         limit, unit = ffi.MAX_WORKSPACE_BYTES, ffi.PLACE_ALIGNMENT
         used = [x for place in self._used - {0} if (x := self.at[place]).dtype != jnp.uint32]
         copies = (-(-math.prod(x.shape) * x.dtype.itemsize // unit) * unit for x in used)
@@ -257,74 +258,24 @@ class Call:
         known = all(isinstance(size, int) for size in sizes)
         return jax.ShapeDtypeStruct((min(limit, sum(sizes)) if known else limit,), jnp.uint8)
 
-    def _attributes(self) -> dict[str, Any]:
+    def attributes(self) -> dict[str, Any]:
+        """The attributes of every call."""
         lists = {"products": self._products, "steps": self._steps}
         own = {name: np.array(x, np.int64).reshape(-1) for name, x in lists.items() if x}
         if self._codebooks:
             own["numbers"] = np.concatenate(self._codebooks)
-        return own | VERSIONS
+        return {"caller": self.caller, **own, **VERSIONS}
 
-    def _is_like(self, other: "Call") -> bool:
-        """Whether it does the same with operands and results of the same shapes and dtypes."""
-        ours, theirs = self._attributes(), other._attributes()
-        if ours.keys() != theirs.keys() or self.at.keys() != other.at.keys():
-            return False
-        same = all(np.array_equal(ours[name], theirs[name]) for name in ours)
-        pairs = [(self.at[place], other.at[place]) for place in self.at]
-        return same and all((x.shape, x.dtype) == (y.shape, y.dtype) for x, y in pairs)
+    def place_of(self, operand: Array) -> int:
+        return next(place for place, array in self.at.items() if array is operand)
 
+    @property
+    def operand_places(self) -> Sequence[int]:
+        return range(1, len(self._operands) + 1)
 
-def run_layers(
-    calls: Sequence[Call],
-    links: Mapping[int, int],
-    aliases: Mapping[int, int],
-    *,
-    sums: int = 0,
-    **attributes: Any,
-) -> tuple[list[list[Array]], list[Array]] | None:
-    """The results of calls that are alike, as one call (`xla_ffi/layers.h`).
-
-    - `links`: operands by place, of all calls but the first, that are results of the call before.
-    - `aliases`: operands by place that results overwrite; no links.
-
-    **Returns:** for each call the results that overwrite operands, and the others of the last one
-    by place from -1 on; None if the calls are not alike.
-    """
-    first = calls[0]
-    if not all(first._is_like(other) for other in calls[1:]):
-        return None
-    counts = len(first._operands), len(first._results)
-    updated = [*aliases.values()]
-    # Consecutive layers have separate results, so that no result lies over an operand.
-    others = [place for place in range(-1, -counts[1] - 1, -1) if place not in updated]
-    results = [first.at[place] for _ in range(2) for place in others]
-    operands: list[Array] = []
-    numbers = [counts[0], counts[1] + 1]
-    input_output: dict[int, int] = {}
-    last = -(2 * len(others) + len(updated) * len(calls) + 1)  # the workspace
-    before: dict[int, int] = {}
-    for i, one in enumerate(calls):
-        places = {place: -(i % 2 * len(others) + j + 1) for j, place in enumerate(others)}
-        for place in updated:
-            results.append(first.at[place])
-            places[place] = -len(results)
-        for place in range(1, counts[0] + 1):
-            if i > 0 and place in links:
-                numbers.append(before[links[place]])
-                continue
-            operands.append(one.at[place])
-            numbers.append(len(operands))
-            if place in aliases:
-                input_output[len(operands) - 1] = -places[aliases[place]] - 1
-        numbers += [places[place] for place in range(-1, -counts[1] - 1, -1)] + [last]
-        before = places
-    results.append(first._workspace(sums))
-    call = jax.ffi.ffi_call(SEQUENCE_TARGET, results, input_output_aliases=input_output)
-    layers = np.array(numbers, np.int64)
-    outs = call(*operands, caller=first.caller, layers=layers, **first._attributes(), **attributes)
-    begin, step = 2 * len(others), len(updated)
-    overwritten = [[*outs[begin + i * step :][:step]] for i in range(len(calls))]
-    return overwritten, [outs[-before[place] - 1] for place in others]
+    @property
+    def result_places(self) -> Sequence[int]:
+        return range(-1, -len(self._results) - 1, -1)
 
 
 def apart(*arrays: Array) -> Sequence[Array]:

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from .block import add_block, add_mlp
 from .call import Call, stored_weight
 from .cuda import HOPPER
 from .extension import UNAVAILABLE, ffi
+from .layers import Layer, run_layers
 
 
 def matmuls(
@@ -282,104 +283,65 @@ def block(
     return tuple(x.reshape(*rows, x.shape[-1]) for x in results)
 
 
-def decode_block(
-    attention: cuda_attend.Operands,
+class DecodeLayer(NamedTuple):
+    """Attention of a decode step, and the block after it.
+
+    - `attention`, `attending`: as for `cuda_attend.attend`. Query, key and value are read of the
+      first layer only: those of others are the following products of the layer before.
+    - `norm`, `following_norm`: before the MLP and before the following products, if any.
+    - `weights`: out, gate_up and down, then the following weights.
+    """
+
+    attention: cuda_attend.Operands
+    attending: cuda_attend.Options
+    norm: Array
+    following_norm: Array | None
+    weights: Sequence[QuantizedArray]
+
+
+def decode_layers(
+    layers: Sequence[DecodeLayer],
     residual: Array,
-    norm: Array,
-    following_norm: Array | None,
-    weights: Sequence[QuantizedArray],
     *,
-    attending: cuda_attend.Options,
     activation: str,
     epsilon: float,
     devices: Sequence[int] = (),
-) -> tuple[Array, ...]:
-    """The attention of a decode step and `block` of its result, as one CUDA custom call.
+) -> tuple[list[tuple[Array, Array]], list[Array]]:
+    """Consecutive layers of a decode step as one CUDA custom call, so that attention starts while
+    the kernels of the layer before run.
 
-    Returns the new keys and values of the cache, the new residual (batch, d), then the following
-    products. With several `devices`, from `exchanging`, each has a part of the weights.
+    With several `devices`, from `exchanging`, each has a part of the weights.
+
+    Returns the new keys and values of each layer, then the new residual (batch, d) and the
+    following products of the last layer.
     """
-    calls = Call("decode_block")
-    _add_layer(calls, attention, residual, norm, following_norm, weights, activation, bool(devices))
-    _, keys, values, *others = calls.run(
-        aliases=cuda_attend.ALIASES,
-        **_layer_attributes(attention, attending, epsilon, devices),
-    )
-    results = call.apart(*others[: 1 + len(weights) - 3])
-    return keys, values, *(x[0] for x in results)
-
-
-def decode_blocks(
-    attentions: Sequence[cuda_attend.Operands],
-    residual: Array,
-    norms: Sequence[tuple[Array, Array]],
-    weights: Sequence[Sequence[QuantizedArray]],
-    *,
-    attending: cuda_attend.Options,
-    activation: str,
-    epsilon: float,
-    devices: Sequence[int] = (),
-) -> tuple[list[list[Array]], list[Array]] | None:
-    """`decode_block` of consecutive layers, as one CUDA custom call; None if they are not alike.
-
-    Each layer ends with its three following products, which are query, key and value of the next
-    one: only those of the first of `attentions` are read.
-
-    Returns the new keys and values of each layer, then the new residual and the following products.
-    """
-    calls, place = [Call("decode_blocks") for _ in attentions], 0
-    for one, attention, (norm, following), own in zip(
-        calls, attentions, norms, weights, strict=True
-    ):
-        place = _add_layer(
-            one, attention, residual, norm, following, own, activation, bool(devices)
-        )
-    # Results: attention, keys, values, residual, three products.
-    found = call.run_layers(
-        calls,
-        {1: -5, 2: -6, 3: -7, place: -4},
-        {operand + 1: -result - 1 for operand, result in cuda_attend.ALIASES.items()},
-        **_layer_attributes(attentions[0], attending, epsilon, devices),
-    )
-    if found is None:
-        return None
-    caches, (_, *others) = found
-    return caches, [x[0] for x in call.apart(*others[:4])]
-
-
-def _add_layer(
-    calls: Call,
-    attention: cuda_attend.Operands,
-    residual: Array,
-    norm: Array,
-    following_norm: Array | None,
-    weights: Sequence[QuantizedArray],
-    activation: str,
-    divided: bool,
-) -> int:
-    """Adds attention and block to a call; the place of the residual."""
-    shape = (1, residual.shape[0], weights[0].k)
-    attended = cuda_attend.add_attention(calls, attention, shape)
     x = call.apart(residual[None])[0]
-    add_block(
-        *(calls, attended, x, norm, following_norm, weights),
-        read=functools.partial(stored_weight, dtype=residual.dtype),
-        activation=activation,
-        parts=jnp.float32 if divided else None,
-    )
-    return next(place for place, array in calls.at.items() if array is x)
-
-
-def _layer_attributes(
-    attention: cuda_attend.Operands,
-    attending: cuda_attend.Options,
-    epsilon: float,
-    devices: Sequence[int],
-) -> dict[str, Any]:
     group: dict[str, Any] = {"devices": np.array(devices, np.int64)} if devices else {}
-    sums = cuda_attend.workspace_bytes(attention, attending)
-    options = cuda_attend.call_attributes(attending)
-    return {"sums": sums, "epsilon": np.float32(epsilon), **options, **group}
+    parts: list[Layer] = []
+    for layer in layers:
+        calls = Call("decode_block" if len(layers) == 1 else "decode_blocks")
+        shape = (1, x.shape[1], layer.weights[0].k)
+        add_block(
+            calls,
+            cuda_attend.add_attention(calls, layer.attention, shape),
+            *(x, layer.norm, layer.following_norm, layer.weights),
+            read=functools.partial(stored_weight, dtype=x.dtype),
+            activation=activation,
+            parts=jnp.float32 if devices else None,
+        )
+        new = {calls.place_of(x): _RESIDUAL, **dict(enumerate(_PRODUCTS, 1))}
+        sums = cuda_attend.workspace_bytes(layer.attention, layer.attending)
+        attributes = {**cuda_attend.call_attributes(layer.attending), **group}
+        attributes["epsilon"] = np.float32(epsilon)
+        parts.append(Layer(calls, new if parts else {}, cuda_attend.ALIASES, sums, attributes))
+    found = run_layers(parts)
+    places = [_RESIDUAL, *_PRODUCTS[: len(layers[-1].weights) - 3]]
+    results = call.apart(*(found[-1][place] for place in places))
+    return [(own[_KEYS], own[_VALUES]) for own in found], [x[0] for x in results]
+
+
+_KEYS, _VALUES, _RESIDUAL = -2, -3, -4  # places of results of attention and block
+_PRODUCTS = -5, -6, -7  # the following products: query, key and value of the next layer
 
 
 def normalized(

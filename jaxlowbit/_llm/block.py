@@ -172,12 +172,12 @@ class Block(nnx.Module):
 
         **Returns:** the residual stream, `following.project` of it, and the cache.
         """
-        q, k, v = self.heads(products)
-        if (factor := rope.temperature(self.config, jnp.maximum(positions, 0))) is not None:
-            q = (q.astype(jnp.float32) * factor).astype(q.dtype)
+        q, k, v = self.heads(products, positions)
         if implementation == "native":
             operands = self.attention_operands((q, k, v), rotation, positions, cache, layer)
-            return self._decode(operands, reach, x, following, cache, layer)
+            attended, keys, values = cuda_attend.attend(operands, self.attention_options(reach))
+            attended = attended.reshape(*x.shape[:-1], -1)
+            return *self.finish(attended, x, following), cache.replace(layer, keys, values)
         q, k = self.normalize(q, self.q_norm), self.normalize(k, self.k_norm)
         if rotation is not None:
             q, k = (rope.rotate(head, rotation, self.config.rope_pairs) for head in (q, k))
@@ -205,7 +205,7 @@ class Block(nnx.Module):
         cache: Cache,
         layer: int,
     ) -> cuda_attend.Operands:
-        """The operands of our own kernel for attention; arguments as of `step`."""
+        """The operands of our CUDA kernel for attention; arguments as for `step`."""
         if rotation is None:
             rotation = rope.identity(positions, self.config.head_size)
         query, key, value = (x[:, 0] for x in heads)
@@ -227,10 +227,14 @@ class Block(nnx.Module):
             self.config.rope_pairs, self.config.norm_epsilon, reach, self.window, self.scale
         )
 
+    def exchanging(self, x: Array) -> tuple[int, ...]:
+        """CUDA ordinals of the devices that share this block and can add their parts of x within a
+        call, or ()."""
+        return () if self.division is None else self.division.exchanging(x.shape[0])
+
     def one_call(self, x: Array, following: "Block | None") -> bool:
         """Whether attention and this block are one call in a decode step."""
-        devices = () if self.division is None else self.division.exchanging(x.shape[0])
-        if not (self.fused(x) or (self.fusible(x) and devices != ())) or self.rounds(x):
+        if not (self.fused(x) or (self.fusible(x) and self.exchanging(x))) or self.rounds(x):
             return False
         onward = self.onward(following)
         if following is not None and onward is None:
@@ -239,38 +243,11 @@ class Block(nnx.Module):
         weights += [] if onward is None else onward[1]
         return decode_block.unsupported(x, weights) is None
 
-    def _decode(
-        self,
-        operands: cuda_attend.Operands,
-        reach: int,
-        x: Array,
-        following: "Block | None",
-        cache: Cache,
-        layer: int,
-    ) -> tuple[Array, tuple[Array, ...], Cache]:
-        """`step` with our CUDA kernel for attention."""
-        options = self.attention_options(reach)
-        if self.one_call(x, following):
-            matrices = self.o, self.gate_up[0], self.down
-            o, gate_up, down = (weight.get_value() for weight in matrices)
-            keys, values, y, products = decode_block.decode_block(
-                operands,
-                x[:, 0],
-                o,
-                self.fused_norm,
-                gate_up,
-                down,
-                attending=options,
-                following=self.onward(following),
-                activation=self.config.activation,
-                epsilon=self.config.norm_epsilon,
-                devices=() if self.division is None else self.division.exchanging(x.shape[0]),
-            )
-            products = tuple(product[:, None] for product in products)
-            return y[:, None], products, cache.replace(layer, keys, values)
-        attended, keys, values = cuda_attend.attend(operands, options)
-        attended = attended.reshape(*x.shape[:-1], -1)
-        return *self.finish(attended, x, following), cache.replace(layer, keys, values)
+    @property
+    def attends_to_products(self) -> bool:
+        """Whether attention reads the products as they are."""
+        plain = not self.biases and self.q_all_norm is None and self.k_all_norm is None
+        return plain and self.config.attention_temperature is None
 
     @property
     def head_norms(self) -> tuple[Array, Array] | None:
@@ -279,14 +256,17 @@ class Block(nnx.Module):
             return None
         return self.q_norm.get_value(), self.k_norm.get_value()
 
-    def heads(self, products: Sequence[Array]) -> tuple[Array, ...]:
-        """Queries, keys and values (batch, length, heads, head_size), with their biases, and with
-        the norms of all heads together."""
+    def heads(self, products: Sequence[Array], positions: Array) -> tuple[Array, ...]:
+        """Queries, keys and values (batch, length, heads, head_size), with their biases, the norms
+        of all heads together, and the temperature of the queries."""
         if self.biases:
             products = [biased(x, bias) for x, bias in zip(products, self.biases, strict=True)]
         norms = self.q_all_norm, self.k_all_norm, None
         products = [self.normalize_heads(x, norm) for x, norm in zip(products, norms, strict=True)]
-        return tuple(x.reshape(*x.shape[:-1], -1, self.config.head_size) for x in products)
+        q, k, v = (x.reshape(*x.shape[:-1], -1, self.config.head_size) for x in products)
+        if (factor := rope.temperature(self.config, jnp.maximum(positions, 0))) is not None:
+            q = (q.astype(jnp.float32) * factor).astype(q.dtype)
+        return q, k, v
 
     def finish(
         self, attended: Array, x: Array, following: "Block | None"

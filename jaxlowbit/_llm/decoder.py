@@ -29,11 +29,10 @@ from .._core.columns import take_columns
 from .._core.format import Format
 from .._flax import arguments
 from .._matmul.quantized_lhs import least_rows
-from . import attention, rope
+from . import attention, block_steps, rope
 from .block import Block, multiply, norm_variable
 from .cache import Cache, cache_specs, make_cache
 from .config import Config, check_config
-from .decode_layers import decode_layers
 from .low_rank import LowRank, Weight, base_of, variable
 from .sampling import first_largest
 from .sharding import Division
@@ -235,24 +234,15 @@ class Decoder(nnx.Module):
             plain=config.attention_softcap is not None or config.sinks,
         )
         x = self.embed(tokens)
-        products, done = self.blocks[0].project(x), 0
-        if implementation == "native":
-            arguments = self.blocks, products, x, rotations, positions, cache, reach
-            if (found := decode_layers(*arguments)) is not None:
-                (x, products, cache), done = found, config.layers - 1
-        for i, block in enumerate(self.blocks[done:], done):
-            following = self.blocks[i + 1] if i + 1 < config.layers else None
-            x, products, cache = block.step(
-                products,
-                x,
-                following,
-                rotations[block.local] if block.rotates else None,
-                positions,
-                cache,
-                i,
-                implementation=implementation,
-                reach=reach,
-            )
+        x, cache = block_steps.run(
+            [*self.blocks],
+            x,
+            rotations,
+            positions,
+            cache,
+            implementation=implementation,
+            reach=reach,
+        )
         return rms_norm(x, self.final_norm.get_value(), config.norm_epsilon), cache
 
     def embed(self, tokens: Array) -> Array:

@@ -89,7 +89,7 @@ def test_a_build_without_kernels_has_a_reason(monkeypatch):
     assert not attention.native(jnp.dtype("bfloat16"), **sizes)
 
 
-def decode_step(config, monkeypatch):
+def decode_step_text(config, monkeypatch) -> str:
     """The lowered text of a decode step for CUDA."""
     monkeypatch.setattr(attention, "choose", lambda *args, **sizes: "native")
     graph, state = nnx.split(init(config, INT8, dtype=jnp.bfloat16).decoder)
@@ -101,34 +101,56 @@ def decode_step(config, monkeypatch):
     program = jax.jit(forward).trace(state, like(BATCH, 1, dtype="int32"), cache)
     text = program.lower(lowering_platforms=("cuda",)).as_text()
     assert f"tensor<{BATCH}x{REACH}x" not in text
-    return collections.Counter(call_names(text))
+    return text
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
-def test_a_block_of_a_decode_step_is_one_call(name, cuda, monkeypatch):
+def decode_step(config, monkeypatch):
+    """The calls of a decode step."""
+    return collections.Counter(call_names(decode_step_text(config, monkeypatch)))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("llama", {"decode_blocks": 1}),
+        ("qwen3", {"decode_blocks": 1}),
+        ("qwen2", {"decode_block": 3}),  # biases between the products and attention
+    ],
+)
+def test_blocks_of_a_decode_step_are_one_call(name, expected, cuda, monkeypatch):
     """One more call computes the queries, keys and values of the first block."""
-    calls = decode_step(CONFIGS[name], monkeypatch)
-    assert calls == {"decode_block": CONFIGS[name].layers, "quantized_matmuls": 1}
+    calls = decode_step(CONFIGS[name].replace(layers=3), monkeypatch)
+    assert calls == {**expected, "quantized_matmuls": 1}
 
 
-@pytest.mark.parametrize(("name", "alike"), [("llama", True), ("qwen3", True), ("qwen2", False)])
-def test_blocks_that_are_alike_are_one_call(name, alike, cuda, monkeypatch):
-    """All but the last. The biases of qwen2 are between the products and attention."""
-    calls = decode_step(CONFIGS[name].replace(layers=4), monkeypatch)
-    together = {"decode_blocks": 1, "decode_block": 1} if alike else {"decode_block": 4}
-    assert calls == {**together, "quantized_matmuls": 1}
+def test_blocks_in_one_call_update_their_caches(cuda, monkeypatch):
+    """Windows and formats of weights may differ."""
+    layers = 4
+    config = CONFIGS["llama"].replace(
+        layers=layers, window=7, window_layers=tuple(i % 2 == 0 for i in range(layers))
+    )
+    text = decode_step_text(config, monkeypatch)
+    aliases = re.findall(r"output_tuple_indices = \[(\d+)\], operand_index = (\d+)", text)
+    assert len(aliases) == len(dict(aliases)) == 2 * layers
+    call = next(line for line in text.splitlines() if "decode_blocks" in line)
+    operands = re.search(r"\(([^()]*)\) -> tuple|: \(([^()]*)\) ->", call)
+    assert operands is not None
+    types = (operands[1] or operands[2]).split(", ")
+    cache = f"tensor<{BATCH}x{SLOTS}x{config.kv_heads}x{config.head_size}xbf16>"
+    assert {types[int(number)] for _, number in aliases} == {cache}
+    assert "window.0 = 7" in call and "window.1 = 0" in call
 
 
 def test_blocks_that_are_not_fused_attend_in_place(cuda, monkeypatch):
     calls = decode_step(CONFIGS["gemma3"], monkeypatch)
-    assert calls["attend"] == CONFIGS["gemma3"].layers and calls["decode_block"] == 0
+    assert calls["attend"] == CONFIGS["gemma3"].layers and calls["decode_blocks"] == 0
 
 
 def test_unsupported_parts_are_composed(cuda, monkeypatch):
     """Caps of scores and rotations of a part of a head; other parts attend in place."""
     config = PARTS["olmo3"].replace(rope_size=None, attention_softcap=None)
     calls = decode_step(config, monkeypatch)
-    assert calls["attend"] == config.layers and calls["decode_block"] == 0
+    assert calls["attend"] == config.layers and calls["decode_blocks"] == 0
     given = []
 
     def choose(*args, native, plain, **sizes):
