@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A call that runs several calls in order, such as those of the layers of a model, so that their kernels overlap (PDL).
+// A call that runs several inner calls in order, such as the layers of a model, so that their kernels overlap (PDL).
 //
 // Attribute `layers`, s64[]: for each inner call its kind, its numbers of operands and results, and their places
-// (call.h) in the whole call. An operand may be a result of an earlier inner call. Other attributes are those of every
-// inner call, except that `NAME.K` is the attribute NAME of the calls of kind K.
+// (call.h) in the whole call. An operand may be a result of an earlier inner call. The attribute `NAME.K` becomes the
+// attribute NAME of inner calls of kind K; every inner call gets the other attributes.
 #pragma once
 
 #include <cstdint>

@@ -286,8 +286,8 @@ def block(
 class DecodeLayer(NamedTuple):
     """Attention of a decode step, and the block after it.
 
-    - `attention`, `attending`: as for `cuda_attend.attend`. Query, key and value are read of the
-      first layer only: those of others are the following products of the layer before.
+    - `attention`, `attending`: as for `cuda_attend.attend`. Only the first layer reads its
+      query, key and value; later layers read the following products of the layer before.
     - `norm`, `following_norm`: before the MLP and before the following products, if any.
     - `weights`: out, gate_up and down, then the following weights.
     """

@@ -31,8 +31,8 @@ class Layer(NamedTuple):
 
 
 def run_layers(layers: Sequence[Layer]) -> list[dict[int, Array]]:
-    """The results of each call by place: of the last one all, of the others those that overwrite
-    operands."""
+    """Returns for each call its results by place: all results of the last call, and from other
+    calls the results that overwrite operands."""
     if len(layers) == 1:
         (only,) = layers
         outs = only.call.run(sums=only.sums, aliases={**only.aliases}, **only.attributes)
@@ -79,8 +79,8 @@ class _Joined:
     def results_of(self, layer: Layer, number: int) -> dict[int, int]:
         """The places of the results of call `number`, by their places in this call.
 
-        Those that overwrite no operand are shared with other calls, but not with the one before,
-        whose results this one may read.
+        A result that overwrites no operand shares its buffer with other calls, but not with the
+        call before, since this call may read results of that one.
         """
         used, places = collections.Counter[Any](), {}
         for place in layer.call.result_places:
