@@ -488,9 +488,10 @@ class Sequence {
   ffi::Error Attention() {
     const bool follows = started_;
     started_ = true;
-    if (call_.args().size() < kAttendOperands || call_.rets().size() < kAttendResults) {
+    if (!AttendBuffers::Has(call_.args(), call_.rets())) {
       return InvalidArgument("an attention has at least " + std::to_string(kAttendOperands) +
-                             " operands and " + std::to_string(kAttendResults) + " results.");
+                             " operands and " + std::to_string(kAttendResults) +
+                             " results, and two more of each for 8-bit keys.");
     }
     const AttendBuffers buffers(call_.args(), call_.rets());
     Attend attend;

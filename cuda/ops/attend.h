@@ -24,6 +24,9 @@ inline constexpr int64_t kMaxAttendBatch = 65535;
 //   out[b, h]   = sum over the visible slots s of
 //                 softmax_s(scale * q[b, h] . keys[b, s, h / shared]) * values[b, s, h / shared]
 //
+// A cache of 8 bits stores k[b] / key_scales[b, slot], rounded, and so the values; products multiply by these scales. A
+// scale is that of a row of quantize_rows.cu: the largest magnitude divided by 127 or 448.
+//
 // Slot s < reach is visible to query b if 0 <= positions[b, s] <= position[b] and, with a window, position[b] -
 // positions[b, s] < window. Other slots may contain anything, including NaN. Without visible slots, out is zero.
 // Scores, softmax and sums are float32.
@@ -32,7 +35,8 @@ inline constexpr int64_t kMaxAttendBatch = 65535;
 // halves or, with `neighbours`, of elements 2i and 2i + 1. Results of the norm and of the rotation are rounded to
 // `type`.
 struct Attend {
-  ElementType type = ElementType::kBf16;  // of query, key, value, keys, values and out
+  ElementType type = ElementType::kBf16;   // of query, key, value and out
+  ElementType cache = ElementType::kBf16;  // of keys and values: `type`, or 8 bits
   int64_t batch = 0, heads = 0, kv_heads = 0, head_size = 0;
   int64_t slots = 0, reach = 0;
   int64_t window = 0;  // 0: unlimited
@@ -47,6 +51,7 @@ struct Attend {
   const float *query_norm = nullptr, *key_norm = nullptr;
 
   void *keys = nullptr, *values = nullptr;  // [batch, slots, kv_heads, head_size]
+  float *key_scales = nullptr, *value_scales = nullptr;  // [batch, slots, kv_heads], of 8 bits
   const int32_t* slot =
       nullptr;  // []: the slot to write, the same in every sequence; out of range: none
   const int32_t* position = nullptr;  // [batch], positions of the queries
@@ -57,7 +62,7 @@ struct Attend {
   void* out = nullptr;  // [batch, heads, head_size]
 
   // Whether the first kernel may start while previous kernels run (PDL). They must not write slot, position, positions,
-  // cos, sin, keys or values.
+  // cos, sin, keys, values or scales.
   bool pdl = false;
 
   int64_t shared() const { return heads / kv_heads; }

@@ -306,13 +306,13 @@ def decode_layers(
     activation: str,
     epsilon: float,
     devices: Sequence[int] = (),
-) -> tuple[list[tuple[Array, Array]], list[Array]]:
+) -> tuple[list[tuple[Array, ...]], list[Array]]:
     """Consecutive layers of a decode step as one CUDA custom call, so that attention starts while
     the kernels of the layer before run.
 
     With several `devices`, from `exchanging`, each has a part of the weights.
 
-    Returns the new keys and values of each layer, then the new residual (batch, d) and the
+    Returns the updated arrays of the cache for each layer, then the new residual (batch, d) and the
     following products of the last layer.
     """
     x = call.apart(residual[None])[0]
@@ -329,19 +329,23 @@ def decode_layers(
             activation=activation,
             parts=jnp.float32 if devices else None,
         )
-        new = {calls.place_of(x): _RESIDUAL, **dict(enumerate(_PRODUCTS, 1))}
+        # Results: attention, the cache, the residual, the following products.
+        aliases = cuda_attend.aliases(layer.attention)
+        residual_at = -len(aliases) - 2
+        query, key, value = (residual_at - i for i in (1, 2, 3))
+        new = {1: query, 2: key, 3: value, calls.place_of(x): residual_at}
         sums = cuda_attend.workspace_bytes(layer.attention, layer.attending)
         attributes = {**cuda_attend.call_attributes(layer.attending), **group}
         attributes["epsilon"] = np.float32(epsilon)
-        parts.append(Layer(calls, new if parts else {}, cuda_attend.ALIASES, sums, attributes))
+        parts.append(Layer(calls, new if parts else {}, aliases, sums, attributes))
     found = run_layers(parts)
-    places = [_RESIDUAL, *_PRODUCTS[: len(layers[-1].weights) - 3]]
-    results = call.apart(*(found[-1][place] for place in places))
-    return [(own[_KEYS], own[_VALUES]) for own in found], [x[0] for x in results]
-
-
-_KEYS, _VALUES, _RESIDUAL = -2, -3, -4  # places of results of attention and block
-_PRODUCTS = -5, -6, -7  # the following products: query, key and value of the next layer
+    caches = [
+        tuple(results[-i - 1] for i in part.aliases.values())
+        for part, results in zip(parts, found, strict=True)
+    ]
+    first = len(parts[-1].aliases) + 1
+    last = [found[-1][-i - 1] for i in range(first, first + len(layers[-1].weights) - 2)]
+    return caches, [x[0] for x in call.apart(*last)]
 
 
 def normalized(

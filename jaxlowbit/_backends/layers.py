@@ -40,7 +40,7 @@ def run_layers(layers: Sequence[Layer]) -> list[dict[int, Array]]:
     joined, numbers = _Joined(), []
     sizes = [layer.call.workspace(layer.sums) for layer in layers]
     workspace = joined.result(max(sizes, key=lambda size: size.shape))
-    attributes, kinds = _kinds([layer.call.attributes() | layer.attributes for layer in layers])
+    attributes, kinds = _kinds([{**x.call.attributes(), **x.attributes} for x in layers])
     places: list[dict[int, int]] = []
     for i, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
         results = joined.results_of(layer, i)

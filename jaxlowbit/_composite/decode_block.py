@@ -26,7 +26,7 @@ def decode_layers(
     activation: str,
     epsilon: float,
     devices: Sequence[int] = (),
-) -> tuple[list[tuple[Array, Array]], Array, tuple[Array, ...]]:
+) -> tuple[list[tuple[Array, ...]], Array, tuple[Array, ...]]:
     """`quantized_block` of the result of `cuda_attend.attend`, for each layer, as one CUDA custom
     call.
 
@@ -46,8 +46,8 @@ def decode_layers(
     - `activation`, `epsilon`: as for `quantized_block`.
     - `devices`: CUDA ordinals of the GPUs that share the layers.
 
-    **Returns:** the keys and values of the cache for each layer, the new residual, and the
-    following products of the last layer.
+    **Returns:** the updated arrays of the cache for each layer, as of `cuda_attend.attend`, the new
+    residual, and the following products of the last layer.
     """
     caches, (y, *products) = cuda_calls.decode_layers(
         layers, residual, activation=activation, epsilon=epsilon, devices=devices

@@ -175,19 +175,20 @@ class Block(nnx.Module):
         q, k, v = self.heads(products, positions)
         if implementation == "native":
             operands = self.attention_operands((q, k, v), rotation, positions, cache, layer)
-            attended, keys, values = cuda_attend.attend(operands, self.attention_options(reach))
+            attended, *arrays = cuda_attend.attend(operands, self.attention_options(reach))
             attended = attended.reshape(*x.shape[:-1], -1)
-            return *self.finish(attended, x, following), cache.replace(layer, keys, values)
+            return *self.finish(attended, x, following), cache.replace(layer, *arrays)
         q, k = self.normalize(q, self.q_norm), self.normalize(k, self.k_norm)
         if rotation is not None:
             q, k = (rope.rotate(head, rotation, self.config.rope_pairs) for head in (q, k))
         cache = cache.write(layer, k, v)
+        keys, values, held = cache.read(layer, reach, q.dtype)
         attended = attention.attend(
             q,
-            cache.keys[layer],
-            cache.values[layer],
+            keys,
+            values,
             positions,
-            cache.positions,
+            held,
             window=self.window,
             scale=self.scale,
             implementation=implementation,
@@ -220,6 +221,7 @@ class Block(nnx.Module):
             slot=cache.used - 1,
             position=positions[:, 0],
             positions=cache.positions,
+            scales=cache.arrays(layer)[2:],
         )
 
     def attention_options(self, reach: int) -> cuda_attend.Options:

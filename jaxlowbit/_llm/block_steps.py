@@ -93,6 +93,6 @@ def _decode(
         epsilon=config.norm_epsilon,
         devices=blocks[0].exchanging(x),
     )
-    for i, (keys, values) in enumerate(caches, number):
-        cache = cache.replace(i, keys, values)
+    for i, arrays in enumerate(caches, number):
+        cache = cache.replace(i, *arrays)
     return y[:, None], tuple(product[:, None] for product in results), cache

@@ -16,6 +16,8 @@ from jaxlowbit import INT8
 from jaxlowbit._backends import cuda_attend
 from jaxlowbit._backends.cuda_attend import Operands, Options
 from jaxlowbit._composite.rms_norm import rms_norm
+from jaxlowbit._core.activations import reach as reach_of
+from jaxlowbit._core.activations import rounded_tokens
 from jaxlowbit._llm import attention, block_steps, rope
 from jaxlowbit._llm.cache import make_cache
 from jaxlowbit.llm import init
@@ -259,6 +261,59 @@ def test_caches_of_a_stack():
         assert_right(jax.tree.map(lambda x, i=i: x[i], got), one, **options)
 
 
+@pytest.mark.parametrize("cache_dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("sizes", "slot", "window"),
+    [
+        ((1, 32, 8, 128, 1000), None, None),
+        ((16, 32, 8, 128, 2000), 1999, None),
+        ((3, 4, 2, 64, 33), 7, 5),
+        ((2, 16, 1, 256, 300), None, None),
+        ((2, 12, 2, 80, 97), 50, None),
+    ],
+)
+def test_a_cache_in_8_bits(sizes, slot, window, dtype, cache_dtype):
+    """Codes and scales of the new row are exact. Hidden slots have scales NaN."""
+    plain = problem(*sizes, dtype=dtype, slot=slot)
+    held = plain.positions.at[:, 3:6].set(-1)
+    rows = [rounded_tokens(x, reach_of(x), cache_dtype) for x in plain[5:7]]
+    hidden_scales = jnp.where(held[..., None] < 0, jnp.nan, 1)
+    scales = tuple(row.scale[..., 0] * hidden_scales for row in rows)
+    operands = plain._replace(positions=held, scales=scales)
+    operands = operands._replace(keys=rows[0].values, values=rows[1].values)
+    scale = sizes[3] ** -0.5
+
+    @jax.jit
+    def reference():
+        q, *new = appended(plain._replace(keys=0 * plain.keys, values=0 * plain.values))
+        caches, floats = [], []
+        for row, own, alone in zip(rows, scales, new, strict=True):
+            one = alone[:, plain.slot]
+            one = rounded_tokens(one, reach_of(one), cache_dtype)
+            codes = row.values.at[:, plain.slot].set(one.values)
+            own = own.at[:, plain.slot].set(one.scale[..., 0])
+            caches.append((codes, own))
+            floats.append(codes.astype(jnp.float32) * jnp.nan_to_num(own)[..., None])
+        results = []
+        for values in (floats[1], jnp.abs(floats[1])):
+            options: dict[str, Any] = {"window": window, "scale": scale, "implementation": "xla"}
+            position = plain.position[:, None]
+            arrays = q.astype(jnp.float32), floats[0], values, position, held
+            results.append(attention.attend(*arrays, **options).reshape(plain.query.shape))
+        return caches, *results
+
+    (keys, values), want, size = reference()
+    got = jax.jit(functools.partial(native, window=window, scale=scale))(operands)
+    out, *cache = got
+    for one, other in zip(cache, (keys[0], values[0], keys[1], values[1]), strict=True):
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+    # Weights round to bfloat16, the result to `dtype`.
+    error = np.abs(np.asarray(out).astype(np.float64) - np.asarray(want))
+    worst = np.nan_to_num(error / ((2.2 * 2.0**-8 + 1e-4) * size + 1e-5), nan=np.inf).max()
+    assert worst <= 1, worst
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3"])
 def test_a_decoder_chooses_it(name):
     config = CONFIGS[name]
@@ -272,13 +327,14 @@ def test_a_decoder_chooses_it(name):
     assert "quantized_block" not in call_names(text)
 
 
+@pytest.mark.parametrize("cache_dtype", [None, jnp.int8, jnp.float8_e4m3fn])
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3", "olmo3", "granite"])
-def test_a_decoder_is_unaffected(name, monkeypatch):
+def test_a_decoder_is_unaffected(name, cache_dtype, monkeypatch):
     """Logits of tokens processed one at a time."""
     config = (CONFIGS | PARTS)[name]
     if name in PARTS:
         config = config.replace(rope_size=None, rope_scaling=None, attention_softcap=None)
-    decoder = init(config, INT8, dtype=jnp.bfloat16).decoder
+    decoder = init(config, INT8, dtype=jnp.bfloat16, cache_dtype=cache_dtype).decoder
 
     def logits():
         @jax.jit
@@ -286,7 +342,7 @@ def test_a_decoder_is_unaffected(name, monkeypatch):
             x, cache = decoder.forward(token, position, cache)
             return decoder.logits(x), cache
 
-        cache, found = make_cache(config, 2, 256, jnp.bfloat16), []
+        cache, found = decoder.make_cache(2, 256), []
         for i in range(12):
             token, position = jnp.full((2, 1), 3 * i % config.vocabulary), jnp.full((2, 1), i)
             out, cache = step(token, position, cache)

@@ -1,5 +1,7 @@
 """Calls joined to one, run by the CPU handler; a decoder with its blocks in one call."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,7 +51,7 @@ def test_joined_calls_give_the_bits_of_separate_calls():
     """Blocks of three formats; each reads a product and the residual of the block before."""
     formats = [INT4_G32, INT4_G32, INT8, INT4_G32, Format(4, group_size=32, zero="float")]
     x, residual = normal(1, 3, D, seed=0), normal(1, 3, D, seed=1)
-    epsilon = {"epsilon": np.float32(1e-5)}
+    epsilon: dict[str, Any] = {"epsilon": np.float32(1e-5)}
     layers, want, y, products = [], [], residual, [x]
     for i, format in enumerate(formats):
         weights = block_weights(10 * i, format)
