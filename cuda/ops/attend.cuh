@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The device code of attend.cu: copies, products and softmax of a warp, and the reductions over warps and CTAs.
+// The device code of attend.cu: products and softmax of a warp, and the reductions over warps and CTAs. The cache is in
+// attend_cache.cuh.
 //
 // Bound: memory. The query heads that share a key head are the rows of the mma, so keys and values are read once. A CTA
 // computes one key head and one split of the slots. Each warp processes units of 16 slots independently, with its own
