@@ -429,9 +429,11 @@ def test_invalid_statistics_raise(changes, message):
     options: dict[str, Any] = {"reach": 64, "window": None}
     options |= {name: changes[name] for name in changes.keys() & options.keys()}
     specs |= {name: changes[name] for name in changes.keys() & specs.keys()}
-    q, k, v, cos, sin, q_norm, k_norm, *rest = (
+    q, k, v, cos, sin, q_norm, k_norm, keys, values, *numbers = (
         jnp.zeros(shape, jnp.dtype(dtype)) for shape, dtype in specs.values()
     )
-    operands = Operands(q, k, v, (cos, sin), (q_norm, k_norm), *rest)
+    slot, position, positions = numbers
+    cache = keys, values, slot, position, positions
+    operands = Operands(q, k, v, (cos, sin), (q_norm, k_norm), *cache)
     with pytest.raises(jax.errors.JaxRuntimeError, match=rf"attend: {message}.*\."):
         jax.block_until_ready(native(operands, **options))

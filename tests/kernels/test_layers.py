@@ -13,7 +13,6 @@ from jaxlowbit import INT8, Format, quantize
 from jaxlowbit._backends import cuda_attend
 from jaxlowbit._backends.block import add_block
 from jaxlowbit._backends.call import Call, stored_weight
-from jaxlowbit._backends.cuda_attend import Operands
 from jaxlowbit._backends.layers import Layer, run_layers
 from jaxlowbit._composite import decode_block
 from jaxlowbit._composite.block import quantized_block
@@ -111,7 +110,9 @@ def decode_layers(layers, residual, *, activation, epsilon, devices):
     assert devices == () and len(layers) > 1
     caches, y, products = [], residual, layers[0].attention[:3]
     for layer in layers:
-        attended, *cache = attend(Operands(*products, *layer.attention[3:]), layer.attending)
+        query, key, value = products
+        operands = layer.attention._replace(query=query, key=key, value=value)
+        attended, *cache = attend(operands, layer.attending)
         caches.append(cache)
         out, gate_up, down, *following = layer.weights
         found = quantized_block(

@@ -8,7 +8,7 @@ from decoders import LLAMA
 
 from jaxlowbit import INT8, quantize_activations
 from jaxlowbit._llm.cache import make_cache, nbytes
-from jaxlowbit.llm import Session, generate, init
+from jaxlowbit.llm import Session, generate, init, shard
 
 DTYPES = [jnp.int8, jnp.float8_e4m3fn]
 
@@ -80,6 +80,18 @@ def test_sequences_of_a_batch_share_a_cache():
     prompts = [[3, 1, 4], [1, 5, 9, 2, 6]]
     together = [x.tokens for x in generate(model, prompts, max_new_tokens=5)]
     assert together == [generate(model, x, max_new_tokens=5).tokens for x in prompts]
+
+
+def test_devices_share_a_cache_by_heads():
+    config = LLAMA.replace(width=64, head_size=64, hidden=256)
+    model = init(config, INT8, dtype=jnp.float32, cache_dtype=jnp.int8)
+    mesh = jax.make_mesh((2,), ("model",), devices=jax.devices("cpu")[:2])
+    sharded = shard(model, mesh)
+    cache = sharded.decoder.make_cache(1, 32)
+    assert cache.key_scales[0].sharding.shard_shape((1, 32, 2)) == (1, 32, 1)
+    prompt = [3, 1, 4, 1, 5]
+    want = generate(model, prompt, max_new_tokens=4).tokens
+    assert generate(sharded, prompt, max_new_tokens=4).tokens == want
 
 
 def test_other_dtypes_raise():
