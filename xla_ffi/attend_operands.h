@@ -139,8 +139,8 @@ inline ffi::Error CheckAttendOperands(const AttendBuffers& b, const Attend& a, E
     const std::string_view name = scales == &b.key_scales ? "key_scales" : "value_scales";
     ffi::Error error = is(name, **scales, ffi::DataType::F32);
     if (error.success()) {
-      error = CheckShape(name, **scales, {a.batch, a.slots, a.kv_heads},
-                         "[batch, slots, kv_heads]");
+      error =
+          CheckShape(name, **scales, {a.batch, a.slots, a.kv_heads}, "[batch, slots, kv_heads]");
     }
     if (error.failure()) return error;
     if (a.head_size % 16 != 0) {

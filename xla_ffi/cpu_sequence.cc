@@ -174,12 +174,10 @@ ffi::Error Execute(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remaining
                    RawAttributes attributes) {
   const auto caller = [&] { return Attributes(ffi::Dictionary(attributes.attrs)).caller(); };
   try {
-    const ffi::Error error =
-        ForEachLayer(args, rets, attributes,
-                     [&](ffi::RemainingArgs own_args, ffi::RemainingRets own_rets,
-                         RawAttributes own_attributes, bool) {
-                       return RunLayer(pool, own_args, own_rets, own_attributes);
-                     });
+    const ffi::Error error = ForEachLayer(
+        args, rets, attributes,
+        [&](ffi::RemainingArgs own_args, ffi::RemainingRets own_rets, RawAttributes own_attributes,
+            bool) { return RunLayer(pool, own_args, own_rets, own_attributes); });
     return error.success() ? error : Named(caller(), error);
   } catch (...) {
     return Thrown(caller());

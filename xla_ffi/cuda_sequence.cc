@@ -146,9 +146,9 @@ int64_t CudaExecuteCount() { return execute_count.load(std::memory_order_relaxed
 
 }  // namespace jaxlowbit
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    JaxlowbitCudaInstantiate, jaxlowbit::Instantiate,
-    xla::ffi::Ffi::Bind<xla::ffi::ExecutionStage::kInstantiate>().Attrs<jaxlowbit::RawAttributes>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxlowbitCudaInstantiate, jaxlowbit::Instantiate,
+                              xla::ffi::Ffi::Bind<xla::ffi::ExecutionStage::kInstantiate>()
+                                  .Attrs<jaxlowbit::RawAttributes>());
 
 // As XLA_FFI_DEFINE_HANDLER_SYMBOL defines them, but without its two functions around each handler.
 extern "C" XLA_FFI_Error* JaxlowbitCudaInitialize(XLA_FFI_CallFrame* frame) {

@@ -157,9 +157,8 @@ class NewRows {
     } else {
       constexpr bool kFloat8 = !std::is_same_v<C, int8_t>;
       uint32_t largest = 0;
-      held.ForEach([&](int, T value) {
-        largest = max(largest, MagnitudeBits(static_cast<float>(value)));
-      });
+      held.ForEach(
+          [&](int, T value) { largest = max(largest, MagnitudeBits(static_cast<float>(value))); });
       const Divisor divisor(__reduce_max_sync(~0u, largest), kMaxValue<kFloat8>);
       held.ForEach([&](int column, T value) {
         const uint32_t code = Round<kFloat8>(divisor.Quotient(static_cast<float>(value)), 0);

@@ -50,7 +50,7 @@ struct Attend {
   // [head_size], weights of the RMSNorms; null: none
   const float *query_norm = nullptr, *key_norm = nullptr;
 
-  void *keys = nullptr, *values = nullptr;  // [batch, slots, kv_heads, head_size]
+  void *keys = nullptr, *values = nullptr;               // [batch, slots, kv_heads, head_size]
   float *key_scales = nullptr, *value_scales = nullptr;  // [batch, slots, kv_heads], of 8 bits
   const int32_t* slot =
       nullptr;  // []: the slot to write, the same in every sequence; out of range: none

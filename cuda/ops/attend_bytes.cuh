@@ -40,8 +40,7 @@ template <int kLow, int kHigh>
 struct Widen<__half, int8_t, kLow, kHigh> {
   // (1024 + 128 + x) - 1152.
   static __device__ uint32_t Of(uint32_t word) {
-    const uint32_t sum =
-        __byte_perm(word ^ 0x80808080, 0x64646464, 0x4040 | kHigh << 8 | kLow);
+    const uint32_t sum = __byte_perm(word ^ 0x80808080, 0x64646464, 0x4040 | kHigh << 8 | kLow);
     return Bits(__hsub2(AsPair<__half2>(sum), AsPair<__half2>(0x64806480)));
   }
 };

@@ -10,8 +10,8 @@
 
 namespace jaxlowbit::attend {
 
-inline constexpr int kUnit = 16;  // slots per unit, which a warp processes at a time
-inline constexpr int kRows = 16;  // query heads of a product, padded with zeros
+inline constexpr int kUnit = 16;       // slots per unit, which a warp processes at a time
+inline constexpr int kRows = 16;       // query heads of a product, padded with zeros
 inline constexpr int kLookahead = 32;  // units per comparison of positions
 inline constexpr int kMaxSplits = 64;
 inline constexpr float kLowest =
@@ -40,9 +40,9 @@ struct Shape {
   static constexpr int kSharedBytes = kWarps * kRingBytes + kNewScales + (kHasScales<C> ? 16 : 0);
   // Fragments of queries stay in shared memory if registers do not suffice.
   static constexpr bool kQueryInRegisters = kSize < 256;
-  static constexpr int kChunks = kSize / kVector;    // of a row
-  static constexpr int kCopiedRows = 32 / kChunks;   // by one instruction of a warp
-  static constexpr int kMergedRow = kSize + 8;       // floats; the padding avoids bank conflicts
+  static constexpr int kChunks = kSize / kVector;   // of a row
+  static constexpr int kCopiedRows = 32 / kChunks;  // by one instruction of a warp
+  static constexpr int kMergedRow = kSize + 8;      // floats; the padding avoids bank conflicts
 
   // The offset of chunk `at` of row `row`. Chunks are permuted so that 8 rows of a column are in different banks.
   static __device__ int Place(int row, int at) {
@@ -97,7 +97,8 @@ __device__ void CopyElements(uint32_t shared, const E* from, bool valid) {
   uint32_t words[4] = {};
 #pragma unroll
   for (int i = 0; i < 4 * kInWord; ++i) {
-    if (valid) words[i / kInWord] |= static_cast<uint32_t>(from[i]) << 8 * sizeof(E) * (i % kInWord);
+    if (valid)
+      words[i / kInWord] |= static_cast<uint32_t>(from[i]) << 8 * sizeof(E) * (i % kInWord);
   }
   StoreShared16(shared, make_uint4(words[0], words[1], words[2], words[3]));
 }
