@@ -46,7 +46,7 @@ struct AttendBuffers {
   ffi::AnyBuffer out, written_keys, written_values;
   std::optional<ffi::AnyBuffer> key_scales, value_scales;
 
-  // Requires at least this many operands and results, and for 8-bit keys those of the scales.
+  // Requires `Has`.
   AttendBuffers(ffi::RemainingArgs args, ffi::RemainingRets rets)
       : query(Of(args, 0)),
         key(Of(args, 1)),

@@ -139,8 +139,8 @@ class NewRows {
     });
   }
 
-  // Of 4 consecutive elements of an 8-bit key a lane multiplies the first two by columns 2 t and 2 t + 1 of a step of
-  // 16, and the others by columns 2 t + 8 and 2 t + 9.
+  // Lane t of a quad loads 4 consecutive elements of an 8-bit key. It multiplies the first two by columns 2 t and
+  // 2 t + 1 of a step of 16, and the others by columns 2 t + 8 and 2 t + 9.
   static __device__ int QueryColumn(int column) {
     const int at = column % 16;
     return column - at + at / 4 * 2 + at % 2 + at % 4 / 2 * 8;
@@ -232,7 +232,7 @@ template <typename T, typename C, int kSize, bool kWide>
 class WarpAttention {
  public:
   using S = Shape<C, kSize>;
-  // Of weights and values: weights times 8-bit values' scales may exceed the range of float16.
+  // Type of weights and values. A weight times the scale of an 8-bit value may exceed the range of float16.
   using V = std::conditional_t<kHasScales<C>, __nv_bfloat16, T>;
 
   // `new_rows`: the address of the queries.

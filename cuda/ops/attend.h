@@ -24,8 +24,8 @@ inline constexpr int64_t kMaxAttendBatch = 65535;
 //   out[b, h]   = sum over the visible slots s of
 //                 softmax_s(scale * q[b, h] . keys[b, s, h / shared]) * values[b, s, h / shared]
 //
-// A cache of 8 bits stores k[b] / key_scales[b, slot], rounded, and so the values; products multiply by these scales. A
-// scale is that of a row of quantize_rows.cu: the largest magnitude divided by 127 or 448.
+// A cache of 8 bits stores k[b] / key_scales[b, slot], rounded, and values likewise; products multiply by the scales. As
+// in quantize_rows.cu, a scale is the largest magnitude of its row divided by 127 or 448.
 //
 // Slot s < reach is visible to query b if 0 <= positions[b, s] <= position[b] and, with a window, position[b] -
 // positions[b, s] < window. Other slots may contain anything, including NaN. Without visible slots, out is zero.

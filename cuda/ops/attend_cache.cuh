@@ -49,7 +49,7 @@ struct Shape {
     constexpr int kRowsOfBanks = kChunks < 8 ? 8 / kChunks : 1;
     return row * kRowBytes + (at ^ row / kRowsOfBanks % (8 / kRowsOfBanks)) * 16;
   }
-  // The same for a query, after which the new key and value follow as rows 0 and 1.
+  // The same for queries, and for the new key (row 0) and value (row 1), which follow the queries.
   static __device__ int QueryPlace(int row, int at) {
     return row * 2 * kSize + (at ^ row % 8) * 16;
   }

@@ -20,7 +20,7 @@ def normal(*shape, seed):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_token_and_head_has_a_scale(dtype):
-    """Rows are those of `quantize_activations`, wherever the cache is copied."""
+    """`quantize_activations` defines the rows, also in a copy of the cache."""
     cache = make_cache(LLAMA, 2, 8, dtype)
     k, v = (normal(2, 3, 2, 16, seed=i) for i in range(2))
     positions = jnp.broadcast_to(jnp.arange(3, dtype=jnp.int32), (2, 3))
