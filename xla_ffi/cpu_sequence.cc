@@ -159,28 +159,24 @@ ffi::Error RunUnplanned(ffi::ThreadPool pool, const CallKey& key, Call call) {
   return error;
 }
 
-ffi::Error RunLayer(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                    RawAttributes attributes) {
-  thread_local CallKey key;
-  key.Read(args, rets, attributes);
-  if (const CpuPlan* plan = plans.Find(key); plan != nullptr) {
-    Run(pool, *plan, key.pointers.data());
-    return ffi::Error::Success();
-  }
-  return RunUnplanned(pool, key, Call(args, rets, ffi::Dictionary(attributes.attrs)));
-}
-
 ffi::Error Execute(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
                    RawAttributes attributes) {
-  const auto caller = [&] { return Attributes(ffi::Dictionary(attributes.attrs)).caller(); };
+  thread_local CallKey key;
   try {
-    const ffi::Error error = ForEachLayer(
-        args, rets, attributes,
-        [&](ffi::RemainingArgs own_args, ffi::RemainingRets own_rets, RawAttributes own_attributes,
-            bool) { return RunLayer(pool, own_args, own_rets, own_attributes); });
-    return error.success() ? error : Named(caller(), error);
+    key.Read(args, rets, attributes);
+    if (const CpuPlan* plan = plans.Find(key); plan != nullptr) {
+      Run(pool, *plan, key.pointers.data());
+      return ffi::Error::Success();
+    }
+    if (const auto layers = FindLayers(attributes)) {
+      return ForEachLayer(*layers, args, rets, attributes,
+                          [pool](const auto&... call) { return Execute(pool, call...); });
+    }
+    const Call call(args, rets, ffi::Dictionary(attributes.attrs));
+    const ffi::Error error = RunUnplanned(pool, key, call);
+    return error.success() ? error : Named(call.attributes.caller(), error);
   } catch (...) {
-    return Thrown(caller());
+    return Thrown(Attributes(ffi::Dictionary(attributes.attrs)).caller());
   }
 }
 

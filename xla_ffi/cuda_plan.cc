@@ -133,8 +133,12 @@ class AttendStep final : public LoadedStep {
 
 class Sequence {
  public:
-  Sequence(Call* call, const Target& target, bool follows, Ways* ways, LoadedCall* loaded)
-      : call_(*call), target_(target), ways_(*ways), loaded_(*loaded), started_(follows) {}
+  Sequence(Call* call, const Target& target, Ways* ways, LoadedCall* loaded)
+      : call_(*call),
+        target_(target),
+        ways_(*ways),
+        loaded_(*loaded),
+        started_(call->attributes.Find<bool>("follows").value_or(false)) {}
 
   ffi::Error Run() {
     ffi::Error error = FindWorkspace();
@@ -524,10 +528,9 @@ class Sequence {
 
 }  // namespace
 
-ffi::Error PlanCall(Call* call, const Target& target, bool follows, Ways* ways,
-                    LoadedCall* loaded) {
+ffi::Error PlanCall(Call* call, const Target& target, Ways* ways, LoadedCall* loaded) {
   const ffi::Error error = call->Decode();
-  return error.failure() ? error : Sequence(call, target, follows, ways, loaded).Run();
+  return error.failure() ? error : Sequence(call, target, ways, loaded).Run();
 }
 
 std::vector<PlannedStep> PlanAttributes(const std::vector<Product>& products,

@@ -23,9 +23,8 @@ struct LoadedCall {
   bool exchanges = false;  // with other devices, whose failure ends the next execution
 };
 
-// Decodes a call and plans it for a device. `ways`: of the call's pointers, operands before results. `follows`: a kernel
-// of the same handler precedes the first one, which uses PDL.
-ffi::Error PlanCall(Call* call, const Target& target, bool follows, Ways* ways, LoadedCall* loaded);
+// Decodes a call and plans it for a device. `ways`: of the call's pointers, operands before results.
+ffi::Error PlanCall(Call* call, const Target& target, Ways* ways, LoadedCall* loaded);
 
 // The products of a call, planned from its attributes only, for instances to compile early; none if sizes are symbolic.
 std::vector<PlannedStep> PlanAttributes(const std::vector<Product>& products,

@@ -1,23 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The CUDA handlers of a call (call.h): a sequence of steps, or several of them (layers.h). Every kernel
-// but the first of the call uses PDL, which survives graph capture only within one handler
-// (cuda/kernels/launch_config.h): a call never writes weights, and results of earlier calls are complete when its first
-// kernel starts. Execute only enqueues, so XLA may capture it.
+// The CUDA handlers of a call (call.h): a sequence of steps, or several of them (layers.h). Every kernel but the first of
+// the call uses PDL, which survives graph capture only within one handler (cuda/kernels/launch_config.h): a call never
+// writes weights, and results of earlier calls are complete when its first kernel starts. Execute only enqueues, so XLA
+// may capture it.
 //
 // XLA instantiates the calls of a program one after the other when the program is compiled or loaded. Instantiate
 // starts to compile kernels without waiting, so that the kernels of all calls compile concurrently.
 //
 // Attribute `epsilon`, f32: for the normalize steps. Attribute `devices`, s64[]: CUDA ordinals of the devices that
 // share a decode step; each has some of the heads and hidden features, and normalizations add float32 parts over the
-// devices (cuda/ops/exchange.h). Absent for one device.
+// devices (cuda/ops/exchange.h). Absent for one device. Attribute `follows`, pred: an inner call precedes this one, so
+// the first kernel uses PDL, too.
 #include <cuda_runtime_api.h>
 
 #include <atomic>
 #include <memory>
 #include <mutex>
 #include <set>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -44,66 +44,56 @@ PlanCache<LoadedCall>& plans = *new PlanCache<LoadedCall>(kMaxCalls);
 enum class Stage { kInitialize, kExecute };
 
 // Plans a call that has no plan yet.
-ffi::Error Plan(const CallKey& key, Call* call, const Target& target, bool follows, Stage stage,
+ffi::Error Plan(const CallKey& key, Call* call, const Target& target, Stage stage,
                 std::shared_ptr<const LoadedCall>* planned) {
   const bool typical = stage == Stage::kInitialize;
   auto loaded = std::make_shared<LoadedCall>();
   Ways ways(typical ? nullptr : key.pointers.data());
-  const ffi::Error error = PlanCall(call, target, follows, &ways, loaded.get());
+  const ffi::Error error = PlanCall(call, target, &ways, loaded.get());
   if (error.failure()) return error;
   plans.Keep(key, ways.questions(), typical, loaded);
   *planned = std::move(loaded);
   return error;
 }
 
-// Runs a call, or one of its layers. `follows`: another layer precedes it.
-template <Stage kStage>
-ffi::Error RunLayer(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                    RawAttributes attributes, int ordinal, const Target& target, bool follows) {
-  constexpr bool kExecutes = kStage == Stage::kExecute;
-  thread_local CallKey key;
-  key.Read(args, rets, attributes, ordinal, target.tuned == nullptr ? 0 : target.tuned->number,
-           follows);
-  const LoadedCall* loaded = plans.Find(key, !kExecutes);
-  std::shared_ptr<const LoadedCall> planned;
-  if (loaded == nullptr) {
-    Call call(args, rets, ffi::Dictionary(attributes.attrs));
-    const ffi::Error error = Plan(key, &call, target, follows, kStage, &planned);
-    if (error.failure()) return error;
-    loaded = planned.get();
-  }
-  if (!kExecutes) {
-    const std::string failure = loaded->exchanges ? ExchangeFailure() : "";
-    return failure.empty() ? ffi::Error::Success() : ffi::Error::Internal(failure);
-  }
-  for (const LoadedCall::Step& step : loaded->steps) {
-    const cudaError_t status = step.run->Run(key.pointers.data(), stream);
-    if (status != cudaSuccess) return ToError(status, step.what);
-  }
-  return ffi::Error::Success();
-}
-
 template <Stage kStage>
 ffi::Error Run(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
                RawAttributes attributes) {
   constexpr bool kExecutes = kStage == Stage::kExecute;
-  if (kExecutes) execute_count.fetch_add(1, std::memory_order_relaxed);
-  const auto caller = [&] { return Attributes(ffi::Dictionary(attributes.attrs)).caller(); };
+  const auto named = [&](const ffi::Error& error) {
+    return Named(Attributes(ffi::Dictionary(attributes.attrs)).caller(), error);
+  };
   try {
     int ordinal = 0;
     Target target;
-    const cudaError_t status = FindTarget(stream, !kExecutes, &ordinal, &target);
-    if (status != cudaSuccess) return Named(caller(), TargetError(status, ordinal));
-    const ffi::Error error =
-        ForEachLayer(args, rets, attributes,
-                     [&](ffi::RemainingArgs own_args, ffi::RemainingRets own_rets,
-                         RawAttributes own_attributes, bool follows) {
-                       return RunLayer<kStage>(stream, own_args, own_rets, own_attributes, ordinal,
-                                               target, follows);
-                     });
-    return error.success() ? error : Named(caller(), error);
+    cudaError_t status = FindTarget(stream, !kExecutes, &ordinal, &target);
+    if (status != cudaSuccess) return named(TargetError(status, ordinal));
+    thread_local CallKey key;
+    key.Read(args, rets, attributes, ordinal, target.tuned == nullptr ? 0 : target.tuned->number);
+    const LoadedCall* loaded = plans.Find(key, !kExecutes);
+    std::shared_ptr<const LoadedCall> planned;
+    if (loaded == nullptr) {
+      if (const auto layers = FindLayers(attributes)) {  // never planned
+        return ForEachLayer(*layers, args, rets, attributes,
+                            [stream](const auto&... call) { return Run<kStage>(stream, call...); });
+      }
+      Call call(args, rets, ffi::Dictionary(attributes.attrs));
+      const ffi::Error error = Plan(key, &call, target, kStage, &planned);
+      if (error.failure()) return named(error);
+      loaded = planned.get();
+    }
+    if (!kExecutes) {
+      const std::string failure = loaded->exchanges ? ExchangeFailure() : "";
+      return failure.empty() ? ffi::Error::Success() : named(ffi::Error::Internal(failure));
+    }
+    execute_count.fetch_add(1, std::memory_order_relaxed);
+    for (const LoadedCall::Step& step : loaded->steps) {
+      status = step.run->Run(key.pointers.data(), stream);
+      if (status != cudaSuccess) return named(ToError(status, step.what));
+    }
+    return ffi::Error::Success();
   } catch (...) {
-    return Thrown(caller());
+    return Thrown(Attributes(ffi::Dictionary(attributes.attrs)).caller());
   }
 }
 

@@ -6,8 +6,6 @@
 #include <string>
 #include <string_view>
 
-#include "xla_ffi/guard.h"
-
 namespace jaxlowbit {
 namespace {
 

@@ -13,6 +13,7 @@
 
 #include "xla_ffi/call.h"
 #include "xla_ffi/ffi.h"
+#include "xla_ffi/guard.h"
 
 namespace jaxlowbit {
 
@@ -60,18 +61,18 @@ inline std::optional<ffi::Span<const int64_t>> FindLayers(RawAttributes attribut
   return Attributes(ffi::Dictionary(attributes.attrs)).Find<ffi::Span<const int64_t>>("layers");
 }
 
-// Calls `run(args, rets, attributes, follows)` for each inner call, or once for a call without any, and returns the
-// first error. `follows`: another inner call precedes this one.
+// Calls `run(args, rets, attributes)` for each inner call, and returns the first error.
 template <typename Run>
-ffi::Error ForEachLayer(ffi::RemainingArgs args, ffi::RemainingRets rets, RawAttributes attributes,
-                        const Run& run) {
-  const auto numbers = FindLayers(attributes);
-  if (!numbers) return run(args, rets, attributes, false);
+ffi::Error ForEachLayer(ffi::Span<const int64_t> numbers, ffi::RemainingArgs args,
+                        ffi::RemainingRets rets, RawAttributes attributes, const Run& run) {
   Layers layers;
-  ffi::Error error = layers.Read(attributes, *numbers);
+  ffi::Error error = layers.Read(attributes, numbers);
   if (error.success()) error = layers.Bind(args, rets);
+  if (error.failure()) {
+    return Named(Attributes(ffi::Dictionary(attributes.attrs)).caller(), error);
+  }
   for (size_t i = 0; error.success() && i < layers.count(); ++i) {
-    error = run(layers.args(i), layers.rets(i), layers.attributes(i), i > 0);
+    error = run(layers.args(i), layers.rets(i), layers.attributes(i));
   }
   return error;
 }

@@ -28,10 +28,9 @@ struct CallKey {
   bool complete =
       true;  // false: a value of unknown size is missing, so equal keys may be different calls
 
-  // `device` and `table` number the device and its table of measured choices. `follows`: a layer of the same call
-  // precedes this one, so that its first kernel may start early.
+  // `device` and `table` number the device and its table of measured choices.
   void Read(ffi::RemainingArgs args, ffi::RemainingRets rets, RawAttributes attributes,
-            int64_t device = 0, int64_t table = 0, bool follows = false);
+            int64_t device = 0, int64_t table = 0);
 
  private:
   void Append(const void* data, size_t bytes);

@@ -230,6 +230,7 @@ class Call:
         sums: int = 0,
         workspace: bool = True,
         aliases: dict[int, int] | None = None,
+        custom_call: Any = None,
         **attributes: Any,
     ) -> list[Array]:
         """The results of the call, without its workspace.
@@ -240,42 +241,29 @@ class Call:
 
         - `sums`: bytes of partial sums, if another step needs more than the products.
         - `aliases`: operands that results overwrite, as in `jax.ffi.ffi_call`.
+        - `custom_call`: a replacement of `jax.ffi.ffi_call`.
         - `attributes`: further attributes of the call.
         """
         results = [*self._results]
         if workspace:
-            results.append(self.workspace(sums))
-        call = jax.ffi.ffi_call(target, results, input_output_aliases=aliases)
-        outs = call(*self._operands, **self.attributes(), **attributes)
-        return [*outs[: len(self._results)]]
-
-    def workspace(self, sums: int) -> jax.ShapeDtypeStruct:
-        """The workspace; `sums` as for `run`."""
-        limit, unit = ffi.MAX_WORKSPACE_BYTES, ffi.PLACE_ALIGNMENT
-        used = [x for place in self._used - {0} if (x := self.at[place]).dtype != jnp.uint32]
-        copies = (-(-math.prod(x.shape) * x.dtype.itemsize // unit) * unit for x in used)
-        sizes = [max(sums, self._sums), *copies]
-        known = all(isinstance(size, int) for size in sizes)
-        return jax.ShapeDtypeStruct((min(limit, sum(sizes)) if known else limit,), jnp.uint8)
-
-    def attributes(self) -> dict[str, Any]:
-        """The attributes of every call."""
+            limit, unit = ffi.MAX_WORKSPACE_BYTES, ffi.PLACE_ALIGNMENT
+            used = [x for place in self._used - {0} if (x := self.at[place]).dtype != jnp.uint32]
+            copies = (-(-math.prod(x.shape) * x.dtype.itemsize // unit) * unit for x in used)
+            sizes = [max(sums, self._sums), *copies]
+            known = all(isinstance(size, int) for size in sizes)
+            size = min(limit, sum(sizes)) if known else limit
+            results.append(jax.ShapeDtypeStruct((size,), jnp.uint8))
         lists = {"products": self._products, "steps": self._steps}
-        own = {name: np.array(x, np.int64).reshape(-1) for name, x in lists.items() if x}
+        attributes |= {name: np.array(x, np.int64).reshape(-1) for name, x in lists.items() if x}
         if self._codebooks:
-            own["numbers"] = np.concatenate(self._codebooks)
-        return {"caller": self.caller, **own, **VERSIONS}
+            attributes["numbers"] = np.concatenate(self._codebooks)
+        custom_call = custom_call or jax.ffi.ffi_call
+        call = custom_call(target, results, input_output_aliases=aliases)
+        outs = call(*self._operands, caller=self.caller, **VERSIONS, **attributes)
+        return [*outs[: len(self._results)]]
 
     def place_of(self, operand: Array) -> int:
         return next(place for place, array in self.at.items() if array is operand)
-
-    @property
-    def operand_places(self) -> Sequence[int]:
-        return range(1, len(self._operands) + 1)
-
-    @property
-    def result_places(self) -> Sequence[int]:
-        return range(-1, -len(self._results) - 1, -1)
 
 
 def apart(*arrays: Array) -> Sequence[Array]:

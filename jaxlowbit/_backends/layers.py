@@ -25,41 +25,53 @@ class Layer(NamedTuple):
     sums: int = 0
     attributes: Mapping[str, Any] = {}
 
-    def updates(self, place: int) -> bool:
-        """Whether a result overwrites an operand."""
-        return -place - 1 in self.aliases.values()
+    def run(self, **options: Any) -> list[Any]:
+        return self.call.run(sums=self.sums, aliases={**self.aliases}, **options, **self.attributes)
 
 
 def run_layers(layers: Sequence[Layer]) -> list[dict[int, Array]]:
     """Returns for each call its results by place: all results of the last call, and from other
     calls the results that overwrite operands."""
     if len(layers) == 1:
-        (only,) = layers
-        outs = only.call.run(sums=only.sums, aliases={**only.aliases}, **only.attributes)
-        return [dict(zip(only.call.result_places, outs, strict=True))]
+        return [{-i: out for i, out in enumerate(layers[0].run(), 1)}]
     joined, numbers = _Joined(), []
-    sizes = [layer.call.workspace(layer.sums) for layer in layers]
-    workspace = joined.result(max(sizes, key=lambda size: size.shape))
-    attributes, kinds = _kinds([{**x.call.attributes(), **x.attributes} for x in layers])
-    places: list[dict[int, int]] = []
-    for i, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
-        results = joined.results_of(layer, i)
-        operands = joined.operands_of(layer, results, places[-1] if places else {})
+    recorded = [_Recorded() for _ in layers]
+    for i, (layer, own) in enumerate(zip(layers, recorded, strict=True)):
+        layer.run(custom_call=own, **({"follows": np.bool_(True)} if i > 0 else {}))
+    workspace = joined.result(max((own.results[-1] for own in recorded), key=lambda x: x.shape))
+    attributes, kinds = _kinds([own.attributes for own in recorded])
+    places: list[list[int]] = []
+    for i, (layer, own) in enumerate(zip(layers, recorded, strict=True)):
+        results = joined.results_of(own, i)
+        operands = joined.operands_of(own, layer.links, results, places[-1] if places else [])
         places.append(results)
-        own = [*operands, *results.values(), workspace]
-        numbers += [kind, len(operands), len(own) - len(operands), *own]
+        buffers = [*operands, *results, workspace]
+        numbers += [kinds[i], len(operands), len(buffers) - len(operands), *buffers]
     call = jax.ffi.ffi_call(
         SEQUENCE_TARGET, joined.results, input_output_aliases=joined.input_output
     )
     outs = call(*joined.operands, layers=np.array(numbers, np.int64), **attributes)
     return [
         {
-            place: outs[-number - 1]
-            for place, number in results.items()
-            if layer is layers[-1] or layer.updates(place)
+            -i - 1: outs[-place - 1]
+            for i, place in enumerate(results)
+            if own is recorded[-1] or i in own.aliases.values()
         }
-        for layer, results in zip(layers, places, strict=True)
+        for own, results in zip(recorded, places, strict=True)
     ]
+
+
+class _Recorded:
+    """The arguments of a call of `jax.ffi.ffi_call`, which it replaces; the last result is the
+    workspace."""
+
+    def __call__(self, target: str, results: Any, *, input_output_aliases: Any) -> Any:
+        self.results, self.aliases = results, input_output_aliases
+        return self._record
+
+    def _record(self, *operands: Array, **attributes: Any) -> Any:
+        self.operands, self.attributes = operands, attributes
+        return self.results
 
 
 @dataclasses.dataclass
@@ -76,40 +88,38 @@ class _Joined:
         self.results.append(like)
         return -len(self.results)
 
-    def results_of(self, layer: Layer, number: int) -> dict[int, int]:
-        """The places of the results of call `number`, by their places in this call.
+    def results_of(self, own: _Recorded, number: int) -> list[int]:
+        """The places of the results of call `number`, without its workspace.
 
         A result that overwrites no operand shares its buffer with other calls, but not with the
         call before, since this call may read results of that one.
         """
-        used, places = collections.Counter[Any](), {}
-        for place in layer.call.result_places:
-            like = layer.call.at[place]
-            if layer.updates(place):
-                places[place] = self.result(like)
+        used, places = collections.Counter[Any](), []
+        for i, like in enumerate(own.results[:-1]):
+            if i in own.aliases.values():
+                places.append(self.result(like))
                 continue
             kind = number % 2, like.shape, like.dtype
             used[kind] += 1
             key = kind, used[kind]
             if key not in self._reused:
                 self._reused[key] = self.result(like)
-            places[place] = self._reused[key]
+            places.append(self._reused[key])
         return places
 
     def operands_of(
-        self, layer: Layer, results: dict[int, int], before: dict[int, int]
+        self, own: _Recorded, links: Mapping[int, int], results: list[int], before: list[int]
     ) -> list[int]:
         """The places of the operands; `results`, `before`: of this call and the one before."""
         places = []
-        for place in layer.call.operand_places:
-            if place in layer.links:
-                places.append(before[layer.links[place]])
+        for i, operand in enumerate(own.operands):
+            if i + 1 in links:
+                places.append(before[-links[i + 1] - 1])
                 continue
-            self.operands.append(layer.call.at[place])
+            self.operands.append(operand)
             places.append(len(self.operands))
-            if place - 1 in layer.aliases:
-                updated = results[-layer.aliases[place - 1] - 1]
-                self.input_output[len(self.operands) - 1] = -updated - 1
+            if i in own.aliases:
+                self.input_output[len(self.operands) - 1] = -results[own.aliases[i]] - 1
         return places
 
 
