@@ -86,7 +86,7 @@ def test_wrong_layers_raise(numbers, message):
 # --- a decoder's blocks ---------------------------------------------------------------------------
 
 
-def attend(operands, options):
+def attend(operands: Any, options):
     """`cuda_attend.attend` in XLA."""
     shape = operands.keys.shape
     q, k, v = (x.reshape(shape[0], 1, -1, shape[3]) for x in operands[:3])
@@ -101,14 +101,16 @@ def attend(operands, options):
     ]
     position, held = operands.position[:, None], operands.positions
     sizes = {"window": options.window, "scale": options.scale, "reach": options.reach}
-    out = attention.attend(q, *caches, position, held, implementation="xla", **sizes)
+    arrays = q, caches[0], caches[1], position, held
+    out = attention.attend(*arrays, implementation="xla", **sizes)
     return out.reshape(operands.query.shape), *caches
 
 
-def decode_layers(layers, residual, *, activation, epsilon, devices):
+def decode_layers(layers: Any, residual, *, activation, epsilon, devices):
     """`decode_block.decode_layers`, layer by layer."""
     assert devices == () and len(layers) > 1
-    caches, y, products = [], residual, layers[0].attention[:3]
+    caches, y = [], residual
+    products: Any = layers[0].attention[:3]
     for layer in layers:
         query, key, value = products
         operands = layer.attention._replace(query=query, key=key, value=value)
