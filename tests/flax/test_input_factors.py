@@ -1,5 +1,7 @@
 """Factors of AWQ and SmoothQuant in Flax models: every kind of layer divides its inputs by them."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,9 +36,9 @@ class Model(nnx.Module):
         return self.linear(x) @ self.raw[...]
 
 
-def quantized(quantizer, format=FORMAT, calibration=BATCHES, **options):
+def quantized(quantizer, format=FORMAT, calibration: Any = BATCHES, **options) -> tuple[Any, Any]:
     with nnx.use_eager_sharding(False):
-        model = Model()
+        model: Any = Model()
         options |= {"quantizer": quantizer, "layers": [RAW]}
         report = quantize_model(model, format, calibration=calibration, **options)
     return model, report
@@ -92,7 +94,7 @@ def test_calibration_and_products_on_a_mesh(kind):
         graph, state = nnx.split(Model())
     with jax.set_mesh(mesh):
         specs = nnx.get_partition_spec(state)
-        model = nnx.merge(graph, jax.tree.map(lambda x, s: placed(mesh, x, s), state, specs))
+        model: Any = nnx.merge(graph, jax.tree.map(lambda x, s: placed(mesh, x, s), state, specs))
         batches = [placed(mesh, x) for x in BATCHES]
         options = {"keep": "raw", "layers": [RAW], "shards": (2, 1), "calibration": batches}
         quantize_model(model, FORMAT, quantizer="awq", **options)
