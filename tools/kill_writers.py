@@ -54,7 +54,8 @@ def state(target: Path) -> str:
         for description in found.descriptions.values()
     }
     files = sorted(path.name for path in target.iterdir())
-    return json.dumps([sorted(formats), files, (target / "config.json").read_text(encoding="utf-8")])
+    config = (target / "config.json").read_text(encoding="utf-8")
+    return json.dumps([sorted(formats), files, config])
 
 
 def main() -> None:
