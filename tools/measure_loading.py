@@ -221,9 +221,9 @@ def _variables(model: Any) -> Any:
 def _drop_pages(path: Path) -> None:
     """Removes the files of a folder from the page cache."""
     for file in path.glob("*.safetensors"):
-        with open(file, "rb") as opened:
-            os.fsync(opened)
-            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _read(path: Path) -> float:
