@@ -54,7 +54,9 @@ def state(target: Path) -> str:
         for description in found.descriptions.values()
     }
     files = sorted(path.name for path in target.iterdir())
-    return json.dumps([sorted(formats), files, (target / "config.json").read_text()])
+    return json.dumps(
+        [sorted(formats), files, (target / "config.json").read_text(encoding="utf-8")]
+    )
 
 
 def main() -> None:

@@ -221,10 +221,9 @@ def _variables(model: Any) -> Any:
 def _drop_pages(path: Path) -> None:
     """Removes the files of a folder from the page cache."""
     for file in path.glob("*.safetensors"):
-        descriptor = os.open(file, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _read(path: Path) -> float:

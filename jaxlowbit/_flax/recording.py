@@ -159,7 +159,7 @@ class RecordingView(WeightView):
     def ragged_product(self, lhs: Array, sizes: Array, dtype: Any) -> Array:
         kernel: Any = self.kernel
         self.record.add(self.name, lhs, lhs, kernel.index, self.stack, sizes)
-        options = {"preferred_element_type": dtype or lhs.dtype}
+        options: Any = {"preferred_element_type": dtype or lhs.dtype}
         return lax.ragged_dot(lhs, kernel.weight.astype(lhs.dtype), sizes, **options)
 
 

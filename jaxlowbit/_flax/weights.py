@@ -121,9 +121,8 @@ def quantize_weight(
         statistics = statistics.divided(factor)
         return quantize(values, format, statistics=statistics, **options), factor
 
-    return Scaled(
-        *(jax.eval_shape(run, weight, statistics) if abstract else run(weight, statistics))
-    )
+    found: Any = jax.eval_shape(run, weight, statistics) if abstract else run(weight, statistics)
+    return Scaled(*found)
 
 
 def stand_in(kernel: QuantizedArray, dtype: Any = None) -> Array:

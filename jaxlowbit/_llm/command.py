@@ -169,7 +169,10 @@ def _add_adapter(parser: argparse.ArgumentParser) -> None:
 
 def add_rounding(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `calibration_of`, and `--quantizer`."""
-    rounds = f"method of rounding: {', '.join(QUANTIZERS)}, or two such as awq+gptq (absmax)"
+    rounds = (
+        f"method of rounding: {', '.join(QUANTIZERS)}, or two such as awq+gptq (absmax, and mse "
+        "below 4 bits)"
+    )
     parser.add_argument("--quantizer", "--method", metavar="NAME", help=rounds)
     calibration = "a text file with inputs for gptq, awq, smoothquant and distill"
     parser.add_argument("--calibration", metavar="FILE", help=calibration)

@@ -1,8 +1,9 @@
 """`export`: models as GGUF files and as folders of compressed-tensors, for other engines."""
 
+import dataclasses
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core.array import QuantizedArray
+from .._core.layout import ATOM
 from ..checkpoint._files import read_json
 from ..checkpoint._replace import check_target, new_file, new_folder
 from ..checkpoint._saved import write
 from . import compressed, ggml_blocks, gguf_metadata, rope
-from .architectures import ARCHITECTURES, Gguf
+from .architectures import ARCHITECTURES, FUSED, Gguf
 from .config import Config
 from .gguf_file import File
 from .saved import TOKENIZER, copy_tokenizer, source_of, without_adapter
@@ -103,7 +105,7 @@ def _add_tensors(
         raise ValueError("export: models with longrope cannot be written; keep the file.")
     if (factors := gguf_metadata.factors_of(config)) is not None:
         writer.add_tensor("rope_freqs.weight", factors)
-    for ours, weight in weights.items():
+    for ours, weight in _joined(weights, theirs).items():
         name = _numbered(ours, theirs)
         moved = names.rope_pairs != config.rope_pairs and _ROTATED.search(ours) is not None
         try:
@@ -154,13 +156,51 @@ def _gguf_tensors(name: str, weight: Any) -> dict[str, tuple[str, np.ndarray]]:
 def _numbered(ours: str, names: Mapping[str, str]) -> str:
     """Looks up the name of a weight in a table with N for the number of a layer."""
     _, number, own = ours.split(".") if ours.startswith("layers.") else ("", "", ours)
-    found = names.get(f"layers.N.{own}" if number else own)
-    if found is None:
-        raise ValueError(
-            f"export: {ours} is part of a fused tensor in files of this architecture, which is not "
-            "written; use an architecture with separate tensors."
-        )
+    found = names[f"layers.N.{own}" if number else own]
     return re.sub(r"\bN\b", number, found) if number else found
+
+
+def _joined(weights: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """The weights by our names, with one matrix for those that files of the architecture fuse.
+
+    **Raises:** `ValueError` for parts that cannot be one matrix.
+    """
+    found = dict(weights)
+    for stem, parts in FUSED.items():
+        if f"layers.N.{stem}" not in names:
+            continue
+        for name in [x for x in weights if x.endswith(f".{parts[0]}")]:
+            layer = name.removesuffix(parts[0])
+            try:
+                found[layer + stem] = _one([found.pop(layer + part) for part in parts])
+            except ValueError as error:
+                raise ValueError(f"export: {layer}{', '.join(parts)}: {error}.") from None
+    return found
+
+
+def _one(parts: Sequence[Any]) -> Any:
+    """Matrices (k, n) next to each other, as one matrix."""
+    first = parts[0]
+    quantized = [part for part in parts if isinstance(part, QuantizedArray)]
+    if not quantized:
+        return jnp.concatenate(parts, axis=-1)
+    kinds = {(part.format, part.scale.dtype, part.shards) for part in quantized}
+    if len(quantized) < len(parts) or len(kinds) > 1 or any(x.n % ATOM for x in parts[:-1]):
+        raise ValueError(
+            "files of this architecture have them as one matrix, but their formats differ, or "
+            f"their outputs are no multiples of {ATOM}; give them one format with rules="
+        )
+    if any(x.permutation is not None or x.tensor_scale is not None for x in parts):
+        raise ValueError(
+            "files of this architecture have them as one matrix, but each has an order of rows or "
+            "a tensor scale; round them to another format with rules="
+        )
+    fields = {
+        name: jnp.concatenate([getattr(part, name) for part in parts])
+        for name in ("packed", "scale", "zero")
+        if getattr(first, name) is not None
+    }
+    return dataclasses.replace(first, **fields, n=sum(part.n for part in parts), whole=None)
 
 
 # --- compressed-tensors ---------------------------------------------------------------------------
@@ -193,7 +233,7 @@ def _compressed(
     assert names is not None  # of a model from a Hugging Face folder
     theirs = {ours: name for name, ours in reversed([*names.tensors.items()])}
     matrices, floats, found = {}, [], {}
-    for ours, weight in weights.items():
+    for ours, weight in _joined(weights, theirs).items():
         own = _numbered(ours, theirs)
         name = own if ours == "head" else f"model.{own}"
         module = name.removesuffix(".weight")

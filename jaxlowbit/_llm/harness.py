@@ -106,7 +106,7 @@ class _Requests:
         self._parts = nnx.split(model.decoder)
 
     def loglikelihood(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
-        """log p of a continuation after a context, and whether each token is the most likely."""
+        """log p of a continuation after a context, and whether each token has the largest logit."""
         return [self._score(*request.args) for request in requests]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
@@ -157,7 +157,7 @@ class _Requests:
         return self._likelihood(whole, min(count, len(whole) - 1))
 
     def _likelihood(self, tokens: Sequence[int], count: int) -> tuple[float, bool]:
-        """log p of the last `count` tokens, and whether each is the most likely."""
+        """log p of the last `count` tokens, and whether each has the largest logit."""
         length = min(-(-(len(tokens) - 1) // _LENGTH) * _LENGTH, self.model.config.context)
         padded = np.zeros(length + 1, np.int32)
         padded[: len(tokens)] = tokens
@@ -171,7 +171,7 @@ def _likelihood(
     graph: Any, weights: Any, tokens: Array, skipped: Array, count: Array
 ) -> tuple[Array, Array]:
     """The sum of log p of the `count` tokens after the first, except the first `skipped` of these,
-    and whether each is the most likely. `tokens` is (length + 1,)."""
+    and whether each has the largest logit. `tokens` is (length + 1,)."""
     decoder = nnx.merge(graph, weights)
     length = len(tokens) - 1
     steps = jnp.arange(length, dtype=jnp.int32)

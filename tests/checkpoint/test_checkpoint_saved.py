@@ -24,6 +24,8 @@ from jaxlowbit import INT4, Format, QuantizedArray, quantize
 for package in ("gguf", "jinja2", "safetensors", "tokenizers", "tqdm"):
     pytest.importorskip(package, reason=f"{package} is not installed")
 
+import golden_files  # noqa: E402
+from golden_architectures import CASES  # noqa: E402
 from model_files import (  # noqa: E402
     hf_config,
     hf_weights,
@@ -36,6 +38,7 @@ from model_files import (  # noqa: E402
 from jaxlowbit import checkpoint, llm  # noqa: E402
 from jaxlowbit._command import main  # noqa: E402
 from jaxlowbit._llm import ggml_blocks, ggml_types  # noqa: E402
+from jaxlowbit._llm.huggingface import config_of  # noqa: E402
 from jaxlowbit._llm.saved import weights_of  # noqa: E402
 from jaxlowbit.checkpoint import _replace, _saved  # noqa: E402
 from jaxlowbit.checkpoint._saved import read_saved  # noqa: E402
@@ -281,6 +284,10 @@ def test_blocks_have_the_same_weights(name):
 
 def same_weights(found, model):
     assert found.config.replace(norm_offset=0.0) == model.config.replace(norm_offset=0.0)
+    same_floats(found, model)
+
+
+def same_floats(found, model):
     expected = weights_of(model.decoder)[1]
     for name, own in weights_of(found.decoder)[1].items():
         floats = [
@@ -329,6 +336,22 @@ def test_exports_have_the_same_weights(files, tmp_path):
     with pytest.raises(ValueError, match=r"export: embedding: GGUF stores float16, which would"):
         llm.export(llm.load(files / "a.gguf", rules={"embedding": "int8"}), target, "gguf")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.gguf", "y"]
+
+
+def test_fused_matrices_are_exported(tmp_path):
+    """Phi 3 has one matrix for queries, keys and values, and one for gate and up."""
+    (tmp_path / "hf").mkdir()
+    config = CASES["phi3"] | {"head_dim": 32, "vocab_size": 264, "intermediate_size": 128}
+    write_folder(tmp_path / "hf", config, {})
+    write_folder(tmp_path / "hf", config, golden_files.hf_weights(config_of(tmp_path / "hf")))
+    loading = {"format": "int4-g32", "scale_dtype": "float16", "progress": False}
+    model = llm.load(tmp_path / "hf", rules={"embedding": None}, **loading)
+    for kind, name in (("compressed-tensors", "x"), ("gguf", "x.gguf")):
+        llm.export(model, tmp_path / name, kind)
+        same_floats(llm.load(tmp_path / name, progress=False), model)
+    rules = {"embedding": None, r"\.k": "int8"}
+    with pytest.raises(ValueError, match=r"layers.0.q, k, v: .* their formats differ"):
+        llm.export(llm.load(tmp_path / "hf", rules=rules, **loading), tmp_path / "y", kind)
 
 
 def test_gguf_files_of_folders_compute_the_same(tmp_path):

@@ -1,5 +1,7 @@
 """Factors of AWQ and SmoothQuant in Flax models: every kind of layer divides its inputs by them."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,9 +36,9 @@ class Model(nnx.Module):
         return self.linear(x) @ self.raw[...]
 
 
-def quantized(quantizer, format=FORMAT, calibration=BATCHES, **options):
+def quantized(quantizer, format=FORMAT, calibration: Any = BATCHES, **options) -> tuple[Any, Any]:
     with nnx.use_eager_sharding(False):
-        model = Model()
+        model: Any = Model()
         options |= {"quantizer": quantizer, "layers": [RAW]}
         report = quantize_model(model, format, calibration=calibration, **options)
     return model, report
@@ -91,17 +93,18 @@ def test_calibration_and_products_on_a_mesh(kind):
     with nnx.use_eager_sharding(False):
         graph, state = nnx.split(Model())
     with jax.set_mesh(mesh):
-        specs = nnx.get_partition_spec(state)
-        model = nnx.merge(graph, jax.tree.map(lambda x, s: placed(mesh, x, s), state, specs))
+        specs: Any = nnx.get_partition_spec(state)
+        model: Any = nnx.merge(graph, jax.tree.map(lambda x, s: placed(mesh, x, s), state, specs))
         batches = [placed(mesh, x) for x in BATCHES]
         options = {"keep": "raw", "layers": [RAW], "shards": (2, 1), "calibration": batches}
         quantize_model(model, FORMAT, quantizer="awq", **options)
-        specs = nnx.get_partition_spec(nnx.state(model.linear))
-        assert specs["lhs_factor"].get_value() == jax.P("a")
+        packed: Any = nnx.get_partition_spec(nnx.state(model.linear))
+        assert packed["lhs_factor"].get_value() == jax.P("a")
         assert model.linear.kernel.packed.sharding.spec == jax.P(None, "a", None)
         np.testing.assert_array_equal(model.linear.kernel.packed, alone.linear.kernel.packed)
         out = jax.P() if kind == "Explicit" else None
-        found = nnx.jit(lambda layer, x: layer(x, out))(model.linear, batches[0])
+        run: Any = nnx.jit(lambda layer, x: layer(x, out))
+        found = run(model.linear, batches[0])
     np.testing.assert_allclose(found, alone.linear(X), rtol=1e-5, atol=1e-5)
 
 

@@ -1,5 +1,7 @@
 """`jaxlowbit.qwix`: models that qwix has quantized, multiplied by packed weights."""
 
+import importlib
+import sys
 from typing import Any
 
 import jax
@@ -81,3 +83,10 @@ def test_unsupported_products_raise():
         provider().dot_general(X[:, :64], weight, (((1,), (1,)), ((), ())))
     with pytest.raises(ValueError, match="einsum ab,bc->ac has a packed weight"):
         provider().einsum("ab,bc->ac", X, weight)
+
+
+def test_another_qwix_raises(monkeypatch):
+    """A version whose provider lacks a method fails at import, not in a product."""
+    monkeypatch.setattr(qwix, "PtqProvider", type("PtqProvider", (), {"dot_general": None}))
+    with pytest.raises(ImportError, match=r"qwix .* has no PtqProvider.einsum; install qwix"):
+        importlib.reload(sys.modules["jaxlowbit._flax.qwix_provider"])
