@@ -2,28 +2,34 @@
 //
 // The first operands and results of every call that contains a decode step's attention:
 //
-//   0 query       T[b, h, d]     T: bf16 or f16
-//   1 key         T[b, g, d]     consecutive h / g heads of the query share one of g
-//   2 value       T[b, g, d]
+//   0 query       T, with b * h * d elements; T: bf16 or f16
+//   1 key         T, with b * g * d elements; consecutive h / g heads of the query share one of g
+//   2 value       T, with b * g * d elements
 //   3 cos         f32[b, d / 2]  of the rotation of query and key
 //   4 sin         f32[b, d / 2]
 //   5 query_norm  f32[d]         or [0]: heads are not normalized
 //   6 key_norm    f32[d]         or [0]
-//   7 keys        T[b, s, g, d]  the cache
-//   8 values      T[b, s, g, d]
+//   7 keys        C[b, s, g, d]  the cache; C: T, s8 or f8e4m3fn
+//   8 values      C[b, s, g, d]
 //   9 slot        s32[]          that key and value are written to
 //  10 position    s32[b]         position of each query
 //  11 positions   s32[b, s]      position of each slot, including the new ones; -1 for empty slots
-//   result 0 out        T, with b * h * d elements
-//   result 1 keys       operand 7
-//   result 2 values     operand 8
+//   12 key_scales   f32[b, s, g]  only of 8-bit keys and values
+//   13 value_scales f32[b, s, g]
+//   result 0 out           T, with b * h * d elements
+//   result 1 keys          operand 7
+//   result 2 values        operand 8
+//   result 3 key_scales    operand 12
+//   result 4 value_scales  operand 13
 //
 // Attributes: reach, the number of leading slots to read; window, the number of positions visible to a query including
 // its own, 0 for all; scale, f32; norm_epsilon, f32, for the head norms; neighbours, whether rotation pairs
 // neighbouring elements instead of halves.
 #pragma once
 
+#include <optional>
 #include <string>
+#include <vector>
 
 #include "cuda/ops/attend.h"
 #include "cuda/ways.h"
@@ -31,14 +37,16 @@
 
 namespace jaxlowbit {
 
+// Without scales.
 inline constexpr size_t kAttendOperands = 12, kAttendResults = 3;
 
 struct AttendBuffers {
   ffi::AnyBuffer query, key, value, cos, sin, query_norm, key_norm;
   ffi::AnyBuffer keys, values, slot, position, positions;
   ffi::AnyBuffer out, written_keys, written_values;
+  std::optional<ffi::AnyBuffer> key_scales, value_scales;
 
-  // Requires at least this many operands and results.
+  // Requires `Has`.
   AttendBuffers(ffi::RemainingArgs args, ffi::RemainingRets rets)
       : query(Of(args, 0)),
         key(Of(args, 1)),
@@ -54,7 +62,23 @@ struct AttendBuffers {
         positions(Of(args, 11)),
         out(Of(rets, 0)),
         written_keys(Of(rets, 1)),
-        written_values(Of(rets, 2)) {}
+        written_values(Of(rets, 2)) {
+    if (!Is8Bit(keys)) return;
+    key_scales = Of(args, 12);
+    value_scales = Of(args, 13);
+  }
+
+  static bool Is8Bit(const ffi::AnyBuffer& buffer) {
+    const ffi::DataType type = buffer.element_type();
+    return type == ffi::DataType::S8 || type == ffi::DataType::F8E4M3FN;
+  }
+
+  // Whether a call has the operands and results.
+  static bool Has(ffi::RemainingArgs args, ffi::RemainingRets rets) {
+    if (args.size() < kAttendOperands || rets.size() < kAttendResults) return false;
+    const size_t scales = Is8Bit(Of(args, 7)) ? 2 : 0;
+    return args.size() >= kAttendOperands + scales && rets.size() >= kAttendResults + scales;
+  }
 
  private:
   static ffi::AnyBuffer Of(ffi::RemainingArgs args, size_t i) {
@@ -78,13 +102,16 @@ inline ffi::Error CheckAttendOperands(const AttendBuffers& b, const Attend& a, E
     return CheckShape(name, buffer, {size}, "[head_size] or [0]");
   };
   constexpr std::string_view kCacheRule = "[batch, slots, kv_heads, head_size]";
-  constexpr std::string_view kKeyRule = "[batch, kv_heads, head_size]";
+  constexpr std::string_view kKeyRule = "batch * kv_heads * head_size";
   constexpr std::string_view kAngleRule = "[batch, head_size / 2]";
   for (const ffi::Error& error : {
            has_type("key", b.key),
            has_type("value", b.value),
-           has_type("keys", b.keys),
-           has_type("values", b.values),
+           CheckType("keys", b.keys,
+                     AttendBuffers::Is8Bit(b.keys) || FloatType(b.keys.element_type()) == type,
+                     "the type of query, s8 or f8e4m3fn"),
+           CheckType("values", b.values, b.values.element_type() == b.keys.element_type(),
+                     "the type of keys"),
            has_type("out", b.out),
            is("cos", b.cos, ffi::DataType::F32),
            is("sin", b.sin, ffi::DataType::F32),
@@ -93,8 +120,8 @@ inline ffi::Error CheckAttendOperands(const AttendBuffers& b, const Attend& a, E
            is("slot", b.slot, ffi::DataType::S32),
            is("position", b.position, ffi::DataType::S32),
            is("positions", b.positions, ffi::DataType::S32),
-           CheckShape("key", b.key, {a.batch, a.kv_heads, a.head_size}, kKeyRule),
-           CheckShape("value", b.value, {a.batch, a.kv_heads, a.head_size}, kKeyRule),
+           CheckCount("key", b.key, a.batch * a.kv_heads * a.head_size, kKeyRule),
+           CheckCount("value", b.value, a.batch * a.kv_heads * a.head_size, kKeyRule),
            CheckShape("cos", b.cos, {a.batch, a.head_size / 2}, kAngleRule),
            CheckShape("sin", b.sin, {a.batch, a.head_size / 2}, kAngleRule),
            is_norm("query_norm", b.query_norm),
@@ -106,6 +133,20 @@ inline ffi::Error CheckAttendOperands(const AttendBuffers& b, const Attend& a, E
            CheckShape("positions", b.positions, {a.batch, a.slots}, "[batch, slots]"),
        }) {
     if (error.failure()) return error;
+  }
+  for (const auto* scales : {&b.key_scales, &b.value_scales}) {
+    if (!scales->has_value()) continue;
+    const std::string_view name = scales == &b.key_scales ? "key_scales" : "value_scales";
+    ffi::Error error = is(name, **scales, ffi::DataType::F32);
+    if (error.success()) {
+      error =
+          CheckShape(name, **scales, {a.batch, a.slots, a.kv_heads}, "[batch, slots, kv_heads]");
+    }
+    if (error.failure()) return error;
+    if (a.head_size % 16 != 0) {
+      return InvalidArgument("heads have " + std::to_string(a.head_size) +
+                             " elements but 8-bit keys must have a multiple of 16.");
+    }
   }
   const auto elements = static_cast<int64_t>(b.out.element_count());
   if (elements == a.batch * a.heads * a.head_size) return ffi::Error::Success();
@@ -152,16 +193,24 @@ inline ffi::Error DecodeAttend(const AttendBuffers& b, Attributes* attributes, A
   const auto type = FloatType(b.query.element_type());
   for (const ffi::Error& error :
        {CheckType("query", b.query, type && *type != ElementType::kF32, "bf16 or f16"),
-        CheckRank("query", b.query, 3, "[batch, heads, head_size]"),
         CheckRank("keys", b.keys, 4, "[batch, slots, kv_heads, head_size]")}) {
     if (error.failure()) return error;
   }
   a->type = *type;
-  a->batch = b.query.dimensions()[0];
-  a->heads = b.query.dimensions()[1];
-  a->head_size = b.query.dimensions()[2];
+  a->cache = b.keys.element_type() == ffi::DataType::S8         ? ElementType::kInt8
+             : b.keys.element_type() == ffi::DataType::F8E4M3FN ? ElementType::kE4m3
+                                                                : *type;
+  a->batch = b.keys.dimensions()[0];
   a->slots = b.keys.dimensions()[1];
   a->kv_heads = b.keys.dimensions()[2];
+  a->head_size = b.keys.dimensions()[3];
+  const auto elements = static_cast<int64_t>(b.query.element_count());
+  const int64_t of_a_head = a->batch * a->head_size;
+  a->heads = of_a_head == 0 ? a->kv_heads : elements / of_a_head;
+  if (a->heads * of_a_head != elements) {
+    return InvalidArgument("query has " + std::to_string(elements) +
+                           " elements but must have those of whole heads, batch * head_size each.");
+  }
   const ffi::Error error = CheckAttendOperands(b, *a, *type);
   return error.failure() ? error : CheckAttendSizes(*a);
 }
@@ -177,6 +226,10 @@ inline void SetPointers(void* const* operands, void* const* results, bool query_
   a->key_norm = key_norm ? floats(6) : nullptr;
   a->keys = operands[7], a->values = operands[8];
   a->slot = integers(9), a->position = integers(10), a->positions = integers(11);
+  if (Is8Bit(a->cache)) {
+    a->key_scales = static_cast<float*>(operands[12]);
+    a->value_scales = static_cast<float*>(operands[13]);
+  }
   a->out = results[0];
 }
 
@@ -187,24 +240,25 @@ inline ffi::Error CheckNoOverlap(const AttendBuffers& b, int results, Ways* ways
   const auto extent = [](int number, const ffi::AnyBuffer& buffer) {
     return AddressExtent{{number, 0}, static_cast<int64_t>(buffer.size_bytes())};
   };
-  const AddressExtent query = extent(0, b.query), keys = extent(7, b.keys);
-  const AddressExtent values = extent(8, b.values), out = extent(results, b.out);
-  bool overlaps = !ways->IsSame({results + 1, 0}, keys.data, true) ||
-                  !ways->IsSame({results + 2, 0}, values.data, true) ||
-                  ways->Overlap(keys, values) ||
-                  (ways->Overlap(out, query) && !ways->IsSame(out.data, query.data));
-  for (const AddressExtent& cache : {keys, values}) {
-    overlaps |= ways->Overlap(cache, out) || ways->Overlap(cache, query);
+  const AddressExtent query = extent(0, b.query), out = extent(results, b.out);
+  std::vector<AddressExtent> cache = {extent(7, b.keys), extent(8, b.values)};
+  if (b.key_scales) cache.push_back(extent(12, *b.key_scales));
+  if (b.value_scales) cache.push_back(extent(13, *b.value_scales));
+  bool overlaps = ways->Overlap(out, query) && !ways->IsSame(out.data, query.data);
+  for (size_t i = 0; i < cache.size(); ++i) {
+    const int updated = results + 1 + static_cast<int>(i);
+    overlaps |= !ways->IsSame({updated, 0}, cache[i].data, true);
+    overlaps |= ways->Overlap(cache[i], out) || ways->Overlap(cache[i], query);
+    for (size_t j = 0; j < i; ++j) overlaps |= ways->Overlap(cache[i], cache[j]);
   }
   int number = 0;
   for (const ffi::AnyBuffer* read :
        {&b.query, &b.key, &b.value, &b.cos, &b.sin, &b.query_norm, &b.key_norm, &b.keys, &b.values,
         &b.slot, &b.position, &b.positions}) {
-    const int own = number++;
-    if (own == 0 || own == 7 || own == 8) continue;
-    for (const AddressExtent& written : {out, keys, values}) {
-      overlaps |= ways->Overlap(written, extent(own, *read));
-    }
+    const AddressExtent own = extent(number++, *read);
+    if (read == &b.query || read == &b.keys || read == &b.values) continue;
+    overlaps |= ways->Overlap(out, own);
+    for (const AddressExtent& written : cache) overlaps |= ways->Overlap(written, own);
   }
   if (!overlaps) return ffi::Error::Success();
   return InvalidArgument(

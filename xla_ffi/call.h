@@ -12,6 +12,8 @@
 //   numbers         f32[], the concatenated codebooks of the products that have one; absent without codebooks
 //   steps           s64[kStepNumbers x steps]
 //
+// A call with the attribute `layers` runs several of these (layers.h).
+//
 // CUDA calls have one more result at the end: the workspace, u8[bytes].
 #pragma once
 

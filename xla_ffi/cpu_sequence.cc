@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The CPU handler of a call (call.h): one product with float or quantized activations, or a block (cpu_block.h).
+// The CPU handler of a call (call.h): one product with float or quantized activations, or a block (cpu_block.h), or
+// several of these (layers.h).
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -13,6 +14,7 @@
 #include "xla_ffi/cpu_block.h"
 #include "xla_ffi/cpu_team.h"
 #include "xla_ffi/handlers.h"
+#include "xla_ffi/layers.h"
 #include "xla_ffi/plan_cache.h"
 
 namespace jaxlowbit {
@@ -165,6 +167,10 @@ ffi::Error Execute(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remaining
     if (const CpuPlan* plan = plans.Find(key); plan != nullptr) {
       Run(pool, *plan, key.pointers.data());
       return ffi::Error::Success();
+    }
+    if (const auto layers = FindLayers(attributes)) {
+      return ForEachLayer(*layers, args, rets, attributes,
+                          [pool](const auto&... call) { return Execute(pool, call...); });
     }
     const Call call(args, rets, ffi::Dictionary(attributes.attrs));
     const ffi::Error error = RunUnplanned(pool, key, call);

@@ -134,7 +134,11 @@ class AttendStep final : public LoadedStep {
 class Sequence {
  public:
   Sequence(Call* call, const Target& target, Ways* ways, LoadedCall* loaded)
-      : call_(*call), target_(target), ways_(*ways), loaded_(*loaded) {}
+      : call_(*call),
+        target_(target),
+        ways_(*ways),
+        loaded_(*loaded),
+        started_(call->attributes.Find<bool>("follows").value_or(false)) {}
 
   ffi::Error Run() {
     ffi::Error error = FindWorkspace();
@@ -486,14 +490,17 @@ class Sequence {
   }
 
   ffi::Error Attention() {
+    const bool follows = started_;
     started_ = true;
-    if (call_.args().size() < kAttendOperands || call_.rets().size() < kAttendResults) {
+    if (!AttendBuffers::Has(call_.args(), call_.rets())) {
       return InvalidArgument("an attention has at least " + std::to_string(kAttendOperands) +
-                             " operands and " + std::to_string(kAttendResults) + " results.");
+                             " operands and " + std::to_string(kAttendResults) +
+                             " results, and two more of each for 8-bit keys.");
     }
     const AttendBuffers buffers(call_.args(), call_.rets());
     Attend attend;
     ffi::Error error = DecodeAttend(buffers, &call_.attributes, &attend);
+    attend.pdl = follows;
     if (error.success()) error = call_.attributes.Missing();
     const int results = static_cast<int>(call_.args().size());
     if (error.success()) error = CheckNoOverlap(buffers, results, &ways_);
@@ -514,7 +521,7 @@ class Sequence {
   Room room_;
   Exchange exchange_;
   float epsilon_ = 0;
-  bool started_ = false;  // a kernel of the call has been launched
+  bool started_;  // a kernel of the handler has been launched
   std::vector<std::pair<int64_t, Address>> moved_;
   std::vector<PlannedProduct> products_;
 };

@@ -1,15 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The CUDA handlers of a call (call.h): a sequence of steps. Every kernel but the first of the call uses PDL, which
-// survives graph capture only within one handler (cuda/kernels/launch_config.h): a call never writes weights, and
-// results of earlier calls are complete when its first kernel starts. Execute only enqueues, so XLA may capture it.
+// The CUDA handlers of a call (call.h): a sequence of steps, or several of them (layers.h). Every kernel but the first of
+// the call uses PDL, which survives graph capture only within one handler (cuda/kernels/launch_config.h): a call never
+// writes weights, and results of earlier calls are complete when its first kernel starts. Execute only enqueues, so XLA
+// may capture it.
 //
 // XLA instantiates the calls of a program one after the other when the program is compiled or loaded. Instantiate
 // starts to compile kernels without waiting, so that the kernels of all calls compile concurrently.
 //
 // Attribute `epsilon`, f32: for the normalize steps. Attribute `devices`, s64[]: CUDA ordinals of the devices that
 // share a decode step; each has some of the heads and hidden features, and normalizations add float32 parts over the
-// devices (cuda/ops/exchange.h). Absent for one device.
+// devices (cuda/ops/exchange.h). Absent for one device. Attribute `follows`, pred: an inner call precedes this one, so
+// the first kernel uses PDL, too.
 #include <cuda_runtime_api.h>
 
 #include <atomic>
@@ -25,6 +27,7 @@
 #include "xla_ffi/cuda_error.h"
 #include "xla_ffi/cuda_plan.h"
 #include "xla_ffi/handlers.h"
+#include "xla_ffi/layers.h"
 #include "xla_ffi/plan_cache.h"
 
 namespace jaxlowbit {
@@ -60,7 +63,6 @@ ffi::Error Run(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets 
   const auto named = [&](const ffi::Error& error) {
     return Named(Attributes(ffi::Dictionary(attributes.attrs)).caller(), error);
   };
-  if (kExecutes) execute_count.fetch_add(1, std::memory_order_relaxed);
   try {
     int ordinal = 0;
     Target target;
@@ -71,6 +73,10 @@ ffi::Error Run(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets 
     const LoadedCall* loaded = plans.Find(key, !kExecutes);
     std::shared_ptr<const LoadedCall> planned;
     if (loaded == nullptr) {
+      if (const auto layers = FindLayers(attributes)) {  // never planned
+        return ForEachLayer(*layers, args, rets, attributes,
+                            [stream](const auto&... call) { return Run<kStage>(stream, call...); });
+      }
       Call call(args, rets, ffi::Dictionary(attributes.attrs));
       const ffi::Error error = Plan(key, &call, target, kStage, &planned);
       if (error.failure()) return named(error);
@@ -80,6 +86,7 @@ ffi::Error Run(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets 
       const std::string failure = loaded->exchanges ? ExchangeFailure() : "";
       return failure.empty() ? ffi::Error::Success() : named(ffi::Error::Internal(failure));
     }
+    execute_count.fetch_add(1, std::memory_order_relaxed);
     for (const LoadedCall::Step& step : loaded->steps) {
       status = step.run->Run(key.pointers.data(), stream);
       if (status != cudaSuccess) return named(ToError(status, step.what));
@@ -100,22 +107,25 @@ bool IsNew(ffi::Span<const int64_t> products, ffi::Span<const int64_t> steps) {
   return seen.size() >= kMaxCalls || seen.insert(std::move(numbers)).second;
 }
 
+ffi::Error StartCompilingProducts(RawAttributes raw) {
+  Attributes attributes(ffi::Dictionary(raw.attrs));
+  using Integers = ffi::Span<const int64_t>;
+  const auto records = attributes.Find<Integers>("products").value_or(Integers());
+  if (!IsNew(records, attributes.Find<Integers>("steps").value_or(Integers()))) {
+    return ffi::Error::Success();
+  }
+  std::vector<Product> products;
+  std::vector<Step> steps;
+  const ffi::Error error = attributes.Decode(&products, &steps);
+  if (error.failure()) return error;
+  StartCompiling([&](const Target& target) { return PlanAttributes(products, steps, target); });
+  return error;
+}
+
 // Ignores errors, which Initialize reports.
-ffi::Error Instantiate(ffi::Dictionary dictionary) {
-  const ffi::Error ignored = Guard("jaxlowbit", [&] {
-    Attributes attributes(dictionary);
-    using Integers = ffi::Span<const int64_t>;
-    const auto records = attributes.Find<Integers>("products").value_or(Integers());
-    if (!IsNew(records, attributes.Find<Integers>("steps").value_or(Integers()))) {
-      return ffi::Error::Success();
-    }
-    std::vector<Product> products;
-    std::vector<Step> steps;
-    const ffi::Error error = attributes.Decode(&products, &steps);
-    if (error.failure()) return error;
-    StartCompiling([&](const Target& target) { return PlanAttributes(products, steps, target); });
-    return error;
-  });
+ffi::Error Instantiate(RawAttributes attributes) {
+  const ffi::Error ignored =
+      Guard("jaxlowbit", [&] { return ForEachKind(attributes, StartCompilingProducts); });
   static_cast<void>(ignored);
   return ffi::Error::Success();
 }
@@ -126,9 +136,9 @@ int64_t CudaExecuteCount() { return execute_count.load(std::memory_order_relaxed
 
 }  // namespace jaxlowbit
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    JaxlowbitCudaInstantiate, jaxlowbit::Instantiate,
-    xla::ffi::Ffi::Bind<xla::ffi::ExecutionStage::kInstantiate>().Attrs());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxlowbitCudaInstantiate, jaxlowbit::Instantiate,
+                              xla::ffi::Ffi::Bind<xla::ffi::ExecutionStage::kInstantiate>()
+                                  .Attrs<jaxlowbit::RawAttributes>());
 
 // As XLA_FFI_DEFINE_HANDLER_SYMBOL defines them, but without its two functions around each handler.
 extern "C" XLA_FFI_Error* JaxlowbitCudaInitialize(XLA_FFI_CallFrame* frame) {

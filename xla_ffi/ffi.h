@@ -22,6 +22,14 @@ struct RawAttributes {
   const XLA_FFI_Attrs* attrs;
 };
 
+// XLA's C structs, which its C++ wrappers do not show.
+struct RawArgs : ffi::RemainingArgs {
+  using ffi::RemainingArgs::args;
+};
+struct RawRets : ffi::RemainingRets {
+  using ffi::RemainingRets::rets;
+};
+
 }  // namespace jaxlowbit
 
 template <>

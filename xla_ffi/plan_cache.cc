@@ -5,18 +5,6 @@
 #include <cstring>
 
 namespace jaxlowbit {
-namespace {
-
-// XLA's C structs, which its C++ wrappers do not show.
-struct RawArgs : ffi::RemainingArgs {
-  using ffi::RemainingArgs::args;
-};
-struct RawRets : ffi::RemainingRets {
-  using ffi::RemainingRets::rets;
-};
-
-}  // namespace
-
 // Appends a size, and the bytes padded to whole numbers.
 void CallKey::Append(const void* data, size_t bytes) {
   numbers.push_back(static_cast<int64_t>(bytes));

@@ -86,13 +86,18 @@ __device__ inline void CopyAsync(uint32_t shared, const void* source, bool valid
                : "memory");
 }
 
+// Starts copying 4 bytes from a multiple of 4 bytes, or zeros if `valid` is false.
+__device__ inline void CopyAsync4(uint32_t shared, const void* source, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(shared), "l"(source),
+               "r"(valid ? 4 : 0)
+               : "memory");
+}
+
 // Starts copying 16 bytes from a multiple of 4 bytes.
 __device__ inline void CopyAsyncByWords(uint32_t shared, const void* source, bool valid) {
 #pragma unroll
   for (int i = 0; i < kCopyBytes; i += 4) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(shared + i),
-                 "l"(static_cast<const uint8_t*>(source) + i), "r"(valid ? 4 : 0)
-                 : "memory");
+    CopyAsync4(shared + i, static_cast<const uint8_t*>(source) + i, valid);
   }
 }
 

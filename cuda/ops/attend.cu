@@ -26,7 +26,7 @@ static_assert(kMaxSplits == kMaxAttendSplits);
 using KernelFunction = void (*)(Params);
 
 // Bit mask of the devices that have loaded a kernel.
-template <typename T, int kSize, bool kWide>
+template <typename T, typename C, int kSize, bool kWide>
 std::atomic<uint64_t> loaded_on{0};
 
 // A kernel and how it is launched.
@@ -36,26 +36,34 @@ struct Variant {
   std::atomic<uint64_t>* loaded;
 };
 
-template <typename T, int kSize, bool kWide>
+template <typename T, typename C, int kSize, bool kWide>
 Variant Of() {
-  using S = attend::Shape<kSize>;
-  return {attend::AttendKernel<T, kSize, kWide>, S::kWarps, S::kSharedBytes,
-          &loaded_on<T, kSize, kWide>};
+  using S = attend::Shape<C, kSize>;
+  return {attend::AttendKernel<T, C, kSize, kWide>, S::kWarps, S::kSharedBytes,
+          &loaded_on<T, C, kSize, kWide>};
 }
-template <typename T, int kSize>
+template <typename T, typename C, int kSize>
 Variant Of(bool wide) {
-  return wide ? Of<T, kSize, true>() : Of<T, kSize, false>();
+  return wide ? Of<T, C, kSize, true>() : Of<T, C, kSize, false>();
+}
+template <typename T, typename C>
+Variant Of(int64_t size, bool wide) {
+  return size <= 64 ? Of<T, C, 64>(wide) : size <= 128 ? Of<T, C, 128>(wide) : Of<T, C, 256>(wide);
 }
 template <typename T>
-Variant Of(int64_t head_size, bool wide) {
-  return head_size <= 64 ? Of<T, 64>(wide) : head_size <= 128 ? Of<T, 128>(wide) : Of<T, 256>(wide);
-}
-Variant Find(ElementType type, int64_t head_size, bool wide) {
-  return type == ElementType::kBf16 ? Of<__nv_bfloat16>(head_size, wide)
-                                    : Of<__half>(head_size, wide);
+Variant Of(const Attend& attend) {
+  const bool wide = attend.shared() > 8;
+  switch (attend.cache) {
+    case ElementType::kInt8:
+      return Of<T, int8_t>(attend.head_size, wide);
+    case ElementType::kE4m3:
+      return Of<T, __nv_fp8_e4m3>(attend.head_size, wide);
+    default:
+      return Of<T, T>(attend.head_size, wide);
+  }
 }
 Variant Find(const Attend& attend) {
-  return Find(attend.type, attend.head_size, attend.shared() > 8);
+  return attend.type == ElementType::kBf16 ? Of<__nv_bfloat16>(attend) : Of<__half>(attend);
 }
 
 int64_t PartialBytes(const Attend& attend) {  // of one split
@@ -117,7 +125,6 @@ cudaError_t LoadAttend(const Attend& attend, const Device& device) {
   return error;
 }
 
-// The first kernel launches without PDL: kernels before the call may have written its inputs.
 cudaError_t LaunchAttend(const Attend& attend, void* workspace, int64_t workspace_bytes,
                          const Device& device, cudaStream_t stream) {
   if (attend.batch == 0) return cudaSuccess;
@@ -130,6 +137,7 @@ cudaError_t LaunchAttend(const Attend& attend, void* workspace, int64_t workspac
   params.query_norm = attend.query_norm, params.key_norm = attend.key_norm;
   params.epsilon = attend.epsilon, params.neighbours = attend.neighbours;
   params.keys = attend.keys, params.values = attend.values, params.slot = attend.slot;
+  params.key_scales = attend.key_scales, params.value_scales = attend.value_scales;
   params.position = attend.position, params.positions = attend.positions;
   params.out = attend.out;
   if (splits > 1) {
@@ -146,6 +154,7 @@ cudaError_t LaunchAttend(const Attend& attend, void* workspace, int64_t workspac
   params.max_distance = static_cast<uint32_t>(
       attend.window == 0 ? kMaxDistance : std::min(attend.window - 1, kMaxDistance));
   params.scale = attend.scale * kLog2E;
+  params.pdl = attend.pdl && device.compute_capability >= 90;
   params.aligned = IsAligned(attend.keys) && IsAligned(attend.values);
   const Variant variant = Find(attend);
   const int64_t units = CeilDiv(attend.reach, kUnit), workers = splits * variant.warps;
@@ -153,7 +162,7 @@ cudaError_t LaunchAttend(const Attend& attend, void* workspace, int64_t workspac
   params.odd_units = static_cast<int>(units % workers);
   const dim3 grid(static_cast<unsigned>(attend.kv_heads), static_cast<unsigned>(splits),
                   static_cast<unsigned>(attend.batch));
-  const LaunchConfig launch(grid, 32 * variant.warps, variant.shared_bytes, stream);
+  const LaunchConfig launch(grid, 32 * variant.warps, variant.shared_bytes, stream, params.pdl);
   const cudaError_t error = cudaLaunchKernelEx(&launch.config, variant.kernel, params);
   if (error != cudaSuccess || splits == 1) return error;
   const auto combine = attend.type == ElementType::kBf16 ? Combine<__nv_bfloat16> : Combine<__half>;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The device code of attend.cu: copies, products and softmax of a warp, and the reductions over warps and CTAs.
+// The device code of attend.cu: products and softmax of a warp, and the reductions over warps and CTAs. The cache is in
+// attend_cache.cuh.
 //
 // Bound: memory. The query heads that share a key head are the rows of the mma, so keys and values are read once. A CTA
 // computes one key head and one split of the slots. Each warp processes units of 16 slots independently, with its own
@@ -24,75 +25,15 @@
 #include <cstdint>
 
 #include "cuda/device/approximate.cuh"
-#include "cuda/device/copy.cuh"
 #include "cuda/device/mma.cuh"
 #include "cuda/device/pdl.cuh"
 #include "cuda/device/transposed.cuh"
+#include "cuda/ops/attend_bytes.cuh"
+#include "cuda/ops/attend_cache.cuh"
 #include "cuda/ops/head_row.cuh"
+#include "cuda/ops/rounded_row.cuh"
 
 namespace jaxlowbit::attend {
-
-inline constexpr int kUnit = 16;  // slots per unit, which a warp processes at a time
-inline constexpr int kRows = 16;  // query heads of a product, padded with zeros
-inline constexpr int kKeyRow = kRows, kValueRow = kRows + 1;  // in shared memory
-inline constexpr int kVector = 8;                             // elements of 16 bytes
-inline constexpr int kLookahead = 32;                         // units per comparison of positions
-inline constexpr int kMaxSplits = 64;
-inline constexpr float kLowest =
-    -1e30f;  // below all scores; finite, so that differences are not NaN
-
-// The geometry for heads of up to kSize elements.
-template <int kSize>
-struct Shape {
-  static constexpr int kWarps = kSize == 256 ? 2 : 4;
-  static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kStages = kSize == 64 ? 4 : kSize == 128 ? 3 : 2;
-  static constexpr int kRowBytes = 2 * kSize;
-  static constexpr int kUnitBytes = kUnit * kRowBytes;  // of keys, and of values
-  static constexpr int kRingBytes = kStages * 2 * kUnitBytes;
-  static constexpr int kNewRows = kRows + 2;  // queries, the new key and the new value
-  static constexpr int kSharedBytes = kWarps * kRingBytes + kNewRows * kRowBytes;
-  // Fragments of queries stay in shared memory if registers do not suffice.
-  static constexpr bool kQueryInRegisters = kSize < 256;
-  static constexpr int kChunks = kSize / kVector;     // of a row
-  static constexpr int kCopiedRows = 32 / kChunks;    // by one instruction of a warp
-  static constexpr int kMergedRow = kSize + kVector;  // floats; the padding avoids bank conflicts
-
-  // The offset of chunk `at` of row `row`. Chunks are permuted so that 8 rows of a column are in different banks.
-  static __device__ int Place(int row, int at) { return row * kRowBytes + (at ^ row % 8) * 16; }
-  static_assert(kWarps * kRows * (kMergedRow + 2) * 4 <= kSharedBytes);
-};
-
-struct Params {
-  const void *query, *key, *value;
-  const float *cos, *sin, *query_norm, *key_norm;
-  void *keys, *values;
-  const int32_t *slot, *position, *positions;
-  void* out;
-  float* sums;    // [batch * heads, splits, head_size]; null: one split, results go to out
-  float2* stats;  // [batch * heads, splits]: the maximum and the sum of weights
-  int kv_heads, shared, size;  // key heads, query heads per key head, head size
-  int slots, reach, splits;
-  int rounds, odd_units;  // each warp has `rounds` units, the first `odd_units` warps one more
-  uint32_t max_distance;  // maximum distance of a visible position before the query
-  float scale;            // times log2(e)
-  float epsilon;
-  bool neighbours;  // pairs of the rotation
-  bool aligned;     // keys and values of the cache begin at multiples of 16 bytes
-};
-
-__device__ inline int Warp() { return threadIdx.x / 32; }
-__device__ inline int Lane() { return threadIdx.x % 32; }
-
-// A CTA's key head, part of the slots, and sequence.
-__device__ inline int KvHead() { return blockIdx.x; }
-__device__ inline int Split() { return blockIdx.y; }
-__device__ inline int Element() { return blockIdx.z; }
-
-// The first query head of a CTA, counted over all sequences.
-__device__ inline int64_t FirstHead(const Params& p) {
-  return static_cast<int64_t>(Element()) * p.kv_heads * p.shared + KvHead() * p.shared;
-}
 
 template <typename T>
 __device__ uint32_t Pack(float low, float high);
@@ -107,16 +48,6 @@ __device__ inline uint32_t Pack<__half>(float low, float high) {
   return reinterpret_cast<const uint32_t&>(pair);
 }
 
-// Copies 16 bytes from any element, or zeros if `valid` is false. Synchronous.
-__device__ inline void CopyElements(uint32_t shared, const uint16_t* from, bool valid) {
-  uint32_t words[4] = {};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if (valid) words[i] = from[2 * i] | static_cast<uint32_t>(from[2 * i + 1]) << 16;
-  }
-  StoreShared16(shared, make_uint4(words[0], words[1], words[2], words[3]));
-}
-
 __device__ inline float QuadMax(float value) {
   value = fmaxf(value, __shfl_xor_sync(~0u, value, 1));
   return fmaxf(value, __shfl_xor_sync(~0u, value, 2));
@@ -126,174 +57,11 @@ __device__ inline float QuadSum(float value) {
   return value + __shfl_xor_sync(~0u, value, 2);
 }
 
-// Iterates over the units of a warp (every `workers`th from `worker` on) that have visible slots.
-class Units {
- public:
-  __device__ Units(const Params& p, int element, int worker, int workers)
-      : positions_(p.positions + static_cast<int64_t>(element) * p.slots),
-        position_(p.position[element]),
-        reach_(p.reach),
-        max_distance_(p.max_distance),
-        lane_(threadIdx.x % 32),
-        worker_(worker),
-        workers_(workers),
-        count_(p.rounds + (worker < p.odd_units ? 1 : 0)) {}
-
-  __device__ int count() const { return count_; }
-  __device__ int SlotOf(int number) const { return (worker_ + number * workers_) * kUnit; }
-
-  // Returns false at the end, else sets the unit's number and the mask of its visible slots. Unit 0 is always returned
-  // first, even if none of its slots is visible.
-  __device__ bool Next(int* number, uint32_t* mask) {
-    while (left_ == 0) {
-      if (next_ >= count_) return false;
-      Look();
-    }
-    const int at = __ffs(static_cast<int>(left_)) - 1;
-    left_ &= left_ - 1;
-    *number = next_ - kLookahead + at;
-    *mask = __shfl_sync(~0u, mask_, at);
-    return true;
-  }
-
-  // Computes the masks of the next kLookahead units; lane i keeps the mask of unit i. Call once before the first Next.
-  __device__ void Look() {
-    constexpr int kLoads = 8;  // at a time, of two units each
-    mask_ = 0;
-#pragma unroll 1
-    for (int first = 0; first < kLookahead && next_ + first < count_; first += 2 * kLoads) {
-      int held[kLoads];
-#pragma unroll
-      for (int i = 0; i < kLoads; ++i) {
-        const int number = next_ + first + 2 * i + lane_ / kUnit;
-        const int slot = SlotOf(number) + lane_ % kUnit;
-        held[i] = number < count_ && slot < reach_ ? positions_[slot] : -1;
-      }
-#pragma unroll
-      for (int i = 0; i < kLoads; ++i) {
-        const uint32_t distance = static_cast<uint32_t>(position_) - held[i];  // wraps if beyond
-        const uint32_t two = __ballot_sync(~0u, held[i] >= 0 && distance <= max_distance_);
-        if (lane_ / 2 == first / 2 + i) mask_ = lane_ % 2 == 0 ? two & 0xffff : two >> 16;
-      }
-    }
-    left_ = __ballot_sync(~0u, mask_ != 0) | (next_ == 0 ? 1 : 0);
-    next_ += kLookahead;
-  }
-
- private:
-  const int32_t* positions_;
-  int position_, reach_;
-  uint32_t max_distance_;
-  int lane_, worker_, workers_, count_;
-  int next_ = 0;  // first unit without a mask
-  uint32_t mask_ = 0, left_ = 0;
-};
-
-// Copies keys and values of the CTA's key head from the cache to this warp's ring. A lane copies the same columns of
-// several rows.
-template <int kSize>
-class CacheCopier {
- public:
-  using S = Shape<kSize>;
-
-  // `ring`: the shared memory of the CTA.
-  __device__ CacheCopier(const Params& p, const uint8_t* ring)
-      : p_(p),
-        slot_size_(static_cast<int64_t>(p.kv_heads) * p.size),
-        chunk_(Lane() % S::kChunks),
-        first_row_(Lane() / S::kChunks),
-        has_chunk_(chunk_ * kVector < p.size) {
-    const int64_t start = static_cast<int64_t>(Element()) * p.slots * slot_size_ +
-                          static_cast<int64_t>(KvHead()) * p.size;
-    keys_ = static_cast<uint16_t*>(p.keys) + start;
-    values_ = static_cast<uint16_t*>(p.values) + start;
-    stages_ = SharedAddress(ring) + Warp() * S::kRingBytes;
-  }
-
-  __device__ uint32_t Stage(int stage) const { return stages_ + stage * 2 * S::kUnitBytes; }
-
-  // Starts copying the unit that begins with `slot`.
-  __device__ void Copy(int stage, int slot) const {
-    const uint32_t to = Stage(stage);
-    CopyRows(keys_, to, slot);
-    CopyRows(values_, to + S::kUnitBytes, slot);
-  }
-
-  // Stores the new key and value, which are at `new_rows`, to the cache.
-  __device__ void Append(int slot, uint32_t new_rows) const {
-#pragma unroll
-    for (int i = Lane(); i < 2 * S::kChunks; i += 32) {
-      const int at = i % S::kChunks;
-      if (at * kVector >= p_.size) continue;
-      const uint4 v = LoadShared16(new_rows + S::Place(i < S::kChunks ? kKeyRow : kValueRow, at));
-      uint16_t* to = (i < S::kChunks ? keys_ : values_) + slot * slot_size_ + at * kVector;
-      if (p_.aligned) {
-        *reinterpret_cast<uint4*>(to) = v;
-      } else {
-        const uint32_t words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-        for (int j = 0; j < kVector; ++j)
-          to[j] = static_cast<uint16_t>(words[j / 2] >> 16 * (j % 2));
-      }
-    }
-  }
-
-  // Stores the new key and value to the copy of their unit, at `unit`.
-  __device__ void Insert(uint32_t unit, int slot, uint32_t new_rows) const {
-#pragma unroll
-    for (int i = Lane(); i < 2 * S::kChunks; i += 32) {
-      const int column = i % S::kChunks;
-      const uint4 v =
-          LoadShared16(new_rows + S::Place(i < S::kChunks ? kKeyRow : kValueRow, column));
-      StoreShared16(unit + i / S::kChunks * S::kUnitBytes + S::Place(slot % kUnit, column), v);
-    }
-    __syncwarp();
-  }
-
-  // Zeroes the values of masked slots: their weights are 0, but 0 * NaN would be NaN.
-  __device__ void ZeroMasked(uint32_t unit, uint32_t mask) const {
-#pragma unroll
-    for (int row = first_row_; row < first_row_ + kUnit; row += S::kCopiedRows) {
-      if ((mask >> row & 1) == 0) {
-        StoreShared16(unit + S::kUnitBytes + S::Place(row, chunk_), make_uint4(0, 0, 0, 0));
-      }
-    }
-    __syncwarp();
-  }
-
- private:
-  __device__ void CopyRows(const uint16_t* from, uint32_t to, int slot) const {
-    from += (slot + first_row_) * slot_size_ + chunk_ * kVector;
-    const auto is_valid = [&](int row) { return has_chunk_ && slot + row < p_.reach; };
-    if (p_.aligned) {
-#pragma unroll
-      for (int row = first_row_; row < first_row_ + kUnit; row += S::kCopiedRows) {
-        const bool valid = is_valid(row);
-        CopyAsync(to + S::Place(row, chunk_), valid ? from : keys_, valid);
-        from += S::kCopiedRows * slot_size_;
-      }
-    } else {
-#pragma unroll 1
-      for (int row = first_row_; row < first_row_ + kUnit; row += S::kCopiedRows) {
-        CopyElements(to + S::Place(row, chunk_), from, is_valid(row));
-        from += S::kCopiedRows * slot_size_;
-      }
-    }
-  }
-
-  const Params& p_;
-  const int64_t slot_size_;
-  const int chunk_, first_row_;
-  const bool has_chunk_;
-  uint16_t *keys_, *values_;
-  uint32_t stages_;
-};
-
-// The queries of the CTA, the new key and the new value: kNewRows rows in shared memory.
-template <typename T, int kSize>
+// The queries of the CTA, the new key and the new value, in shared memory.
+template <typename T, typename C, int kSize>
 class NewRows {
  public:
-  using S = Shape<kSize>;
+  using S = Shape<C, kSize>;
   using Row = HeadRow<T, kSize>;
 
   __device__ NewRows(const Params& p, uint8_t* shared)
@@ -305,12 +73,12 @@ class NewRows {
         pairs_{p.size / 2, p.neighbours},
         angles_(pairs_, p.cos + Angle(), p.sin + Angle()) {}
 
-  // Normalizes and rotates the rows, one warp per row. The first two rows of a warp load while `units` compares
-  // positions.
-  __device__ void Put(Units& units) {
+  // Normalizes and rotates the rows, one warp per row. `looks`: `units` compares positions while the first two rows of
+  // a warp load.
+  __device__ void Put(Units& units, bool looks) {
     const int warp = Warp();
     Row one = Load(warp), two = Load(warp + S::kWarps);
-    if (units.count() > 0) units.Look();
+    if (looks && units.count() > 0) units.Look();
     Put(warp, one);
     Put(warp + S::kWarps, two);
     for (int i = warp + 2 * S::kWarps; i < rows_; i += S::kWarps) {
@@ -321,44 +89,86 @@ class NewRows {
 
   // Zeroes padding rows and columns.
   __device__ void ZeroOthers() const {
+    constexpr int kVector = 8, kChunks = kSize / kVector;  // of queries
     const uint32_t rows = SharedAddress(shared_);
-    for (int i = static_cast<int>(threadIdx.x); i < S::kNewRows * S::kChunks; i += S::kThreads) {
-      const int row = i / S::kChunks, at = i % S::kChunks;
-      const bool held = (row < p_.shared || row >= kRows) && at * kVector < p_.size;
-      if (!held) StoreShared16(rows + S::Place(row, at), make_uint4(0, 0, 0, 0));
+    for (int i = static_cast<int>(threadIdx.x); i < kRows * kChunks; i += S::kThreads) {
+      const int row = i / kChunks, at = i % kChunks;
+      const bool held = row < p_.shared && at * kVector < p_.size;
+      if (!held) StoreShared16(rows + S::QueryPlace(row, at), make_uint4(0, 0, 0, 0));
+    }
+    const int i = static_cast<int>(threadIdx.x), row = i / S::kChunks, at = i % S::kChunks;
+    if (row < 2 && at * S::kVector >= p_.size) {
+      StoreShared16(rows + S::NewPlace(row, at), make_uint4(0, 0, 0, 0));
     }
   }
 
  private:
   __device__ int64_t Angle() const { return static_cast<int64_t>(Element()) * pairs_.half; }
 
-  // The row of number `i`: queries, then the key and the value.
-  __device__ int RowOf(int i) const { return i < p_.shared ? i : kKeyRow + i - p_.shared; }
+  // Row i: queries, then the key and the value.
+  __device__ bool IsKey(int i) const { return i == p_.shared; }
+  __device__ bool IsValue(int i) const { return i > p_.shared; }
 
   __device__ Row Load(int i) const {
-    const int row = RowOf(min(i, rows_ - 1));
+    const int row = min(i, rows_ - 1);
     const auto* query = static_cast<const T*>(p_.query) + (first_head_ + row) * p_.size;
     const auto* key = static_cast<const T*>(p_.key) + new_head_ * p_.size;
     const auto* value = static_cast<const T*>(p_.value) + new_head_ * p_.size;
     return Row(pairs_,
-               row < kRows      ? query
-               : row == kKeyRow ? key
-                                : value,
-               row < kRows      ? p_.query_norm
-               : row == kKeyRow ? p_.key_norm
-                                : nullptr);
+               IsValue(row) ? value
+               : IsKey(row) ? key
+                            : query,
+               IsValue(row) ? nullptr
+               : IsKey(row) ? p_.key_norm
+                            : p_.query_norm);
   }
 
   __device__ void Put(int i, Row& held) const {
     if (i >= rows_) return;
-    const int row = RowOf(i);
     held.Widen();
     held.Normalize(p_.epsilon);
-    if (row != kValueRow) held.Rotate(angles_);
+    if (!IsValue(i)) held.Rotate(angles_);
+    if (IsKey(i) || IsValue(i)) {
+      PutNew(IsValue(i) ? 1 : 0, held);
+      return;
+    }
     held.ForEach([&](int column, T value) {
-      const int byte = S::Place(row, column / kVector) + column % kVector * 2;
+      if constexpr (kHasScales<C>) column = QueryColumn(column);
+      const int byte = S::QueryPlace(i, column / 8) + column % 8 * 2;
       *reinterpret_cast<T*>(shared_ + byte) = value;
     });
+  }
+
+  // Lane t of a quad loads 4 consecutive elements of an 8-bit key. It multiplies the first two by columns 2 t and
+  // 2 t + 1 of a step of 16, and the others by columns 2 t + 8 and 2 t + 9.
+  static __device__ int QueryColumn(int column) {
+    const int at = column % 16;
+    return column - at + at / 4 * 2 + at % 2 + at % 4 / 2 * 8;
+  }
+
+  // Stores the new key (row 0) or value (row 1) in the elements of the cache.
+  __device__ void PutNew(int row, const Row& held) const {
+    const auto store = [&](int column, C value) {
+      const int byte = S::NewPlace(row, column / S::kVector) + column % S::kVector * sizeof(C);
+      *reinterpret_cast<C*>(shared_ + byte) = value;
+    };
+    if constexpr (!kHasScales<C>) {
+      held.ForEach(store);
+    } else {
+      constexpr bool kFloat8 = !std::is_same_v<C, int8_t>;
+      uint32_t largest = 0;
+      held.ForEach(
+          [&](int, T value) { largest = max(largest, MagnitudeBits(static_cast<float>(value))); });
+      const Divisor divisor(__reduce_max_sync(~0u, largest), kMaxValue<kFloat8>);
+      held.ForEach([&](int column, T value) {
+        const uint32_t code = Round<kFloat8>(divisor.Quotient(static_cast<float>(value)), 0);
+        const uint8_t byte = isnan(divisor.scale) ? 0 : static_cast<uint8_t>(code);
+        store(column, reinterpret_cast<const C&>(byte));
+      });
+      if (Lane() == 0) {
+        reinterpret_cast<float*>(shared_ + S::kNewScales)[row] = divisor.scale;
+      }
+    }
   }
 
   const Params& p_;
@@ -370,14 +180,20 @@ class NewRows {
 };
 
 // Copies units kStages - 1 ahead of the products.
-template <int kSize>
+template <typename C, int kSize>
 class UnitRing {
  public:
   // `written`: the number of this warp's unit with the slot to write, or -1.
-  __device__ UnitRing(const CacheCopier<kSize>& cache, Units& units, int written)
+  __device__ UnitRing(const CacheCopier<C, kSize>& cache, Units& units, int written)
       : cache_(cache), units_(units), written_(written) {}
 
   __device__ int produced() const { return produced_; }
+
+  // Starts copying the first units.
+  __device__ void Fill() {
+#pragma unroll 1
+    for (int stage = 0; stage < Shape<C, kSize>::kStages - 1; ++stage) Produce(stage);
+  }
 
   // Starts copying the next unit, if there is one, to `stage`.
   __device__ void Produce(int stage) {
@@ -403,7 +219,7 @@ class UnitRing {
   }
 
  private:
-  const CacheCopier<kSize>& cache_;
+  const CacheCopier<C, kSize>& cache_;
   Units& units_;
   const int written_;
   uint32_t mask_of_stage_ = 0;  // in lane i: the mask of stage i
@@ -412,10 +228,12 @@ class UnitRing {
 };
 
 // Online softmax and weighted sums of a warp. kWide: more than 8 query heads per key head.
-template <typename T, int kSize, bool kWide>
+template <typename T, typename C, int kSize, bool kWide>
 class WarpAttention {
  public:
-  using S = Shape<kSize>;
+  using S = Shape<C, kSize>;
+  // Type of weights and values. A weight times the scale of an 8-bit value may exceed the range of float16.
+  using V = std::conditional_t<kHasScales<C>, __nv_bfloat16, T>;
 
   // `new_rows`: the address of the queries.
   __device__ WarpAttention(float scale, uint32_t new_rows) : scale_(scale), new_rows_(new_rows) {
@@ -436,7 +254,7 @@ class WarpAttention {
     float scores[2][4] = {};  // of slots 8 * j + 2 * t + {0, 1}
     MultiplyKeys(unit, scores);
     uint32_t weights[4] = {};
-    OnlineSoftmax(mask, scores, weights);
+    OnlineSoftmax(mask, unit + 2 * S::kUnitBytes, scores, weights);
     AddValues(unit + S::kUnitBytes, weights);
   }
 
@@ -450,10 +268,16 @@ class WarpAttention {
       if (row >= shared_heads) continue;
       const int own = warp * kRows + row;
       if (t == 0) tops[own] = top_[half], totals[own] = sum;
+      float* const to = merged + own * S::kMergedRow;
 #pragma unroll
-      for (int n = 0; n < 2 * kSteps; ++n) {
-        *reinterpret_cast<float2*>(merged + own * S::kMergedRow + 8 * n + 2 * t) =
-            make_float2(sums_[n][2 * half], sums_[n][2 * half + 1]);
+      for (int step = 0; step < kSteps; ++step) {
+        const float *a = sums_[2 * step] + 2 * half, *b = sums_[2 * step + 1] + 2 * half;
+        if constexpr (kHasScales<C>) {
+          *reinterpret_cast<float4*>(to + 16 * step + 4 * t) = make_float4(a[0], b[0], a[1], b[1]);
+        } else {
+          *reinterpret_cast<float2*>(to + 16 * step + 2 * t) = make_float2(a[0], a[1]);
+          *reinterpret_cast<float2*>(to + 16 * step + 8 + 2 * t) = make_float2(b[0], b[1]);
+        }
       }
     }
   }
@@ -463,32 +287,70 @@ class WarpAttention {
   static constexpr int kSteps = kSize / 16;
 
   __device__ void LoadQuery(int step, uint32_t (&fragment)[4]) const {
-    LoadMatrices(fragment, new_rows_ + S::Place(value_row_, 2 * step + matrix_ / 2));
+    LoadMatrices(fragment, new_rows_ + S::QueryPlace(value_row_, 2 * step + matrix_ / 2));
+  }
+
+  // The fragment of the queries for a step.
+  __device__ const uint32_t (&Query(int step))[4] {
+    if constexpr (!S::kQueryInRegisters) LoadQuery(step, query_[0]);
+    return query_[S::kQueryInRegisters ? step : 0];
   }
 
   __device__ void MultiplyKeys(uint32_t keys, float (&scores)[2][4]) {
+    constexpr int kStepsOfLoad = S::kVector / 8;
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
+    for (int load = 0; load < kSteps / kStepsOfLoad; ++load) {
       uint32_t b[4];
-      LoadMatrices(b, keys + S::Place(key_row_, 2 * step + matrix_ % 2));
-      if constexpr (!S::kQueryInRegisters) LoadQuery(step, query_[0]);
-      const uint32_t (&a)[4] = query_[S::kQueryInRegisters ? step : 0];
-      Mma<T>(scores[0], a, b[0], b[1]);
-      Mma<T>(scores[1], a, b[2], b[3]);
+      LoadMatrices(b, keys + S::Place(key_row_, 2 * load + matrix_ % 2));
+      if constexpr (kHasScales<C>) {  // b: two steps of the first slots, then of the others
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const uint32_t (&a)[4] = Query(2 * load + i);
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            const uint32_t word = b[2 * j + i];
+            Mma<T>(scores[j], a, Widen<T, C, 0, 1>::Of(word), Widen<T, C, 2, 3>::Of(word));
+          }
+        }
+      } else {
+        const uint32_t (&a)[4] = Query(load);
+        Mma<T>(scores[0], a, b[0], b[1]);
+        Mma<T>(scores[1], a, b[2], b[3]);
+      }
     }
   }
 
-  // Converts scores to weights, as a fragment, and rescales the sums to the new maximum.
-  __device__ void OnlineSoftmax(uint32_t mask, const float (&scores)[2][4],
+  // The scales of the slots of this lane's scores, from `scales`; of keys, or of values.
+  static __device__ void LoadScales(uint32_t scales, float (&found)[4]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint2 pair = LoadShared8(scales + 4 * (8 * i + Lane() % 4 * 2));
+      found[2 * i] = __uint_as_float(pair.x), found[2 * i + 1] = __uint_as_float(pair.y);
+    }
+  }
+
+  // Converts scores to weights, as a fragment, and rescales the sums to the new maximum. `scales`: the address of the
+  // scales of an 8-bit unit.
+  __device__ void OnlineSoftmax(uint32_t mask, uint32_t scales, const float (&scores)[2][4],
                                 uint32_t (&weights)[4]) {
     const int t = Lane() % 4;
+    float of_keys[4], of_values[4];
+    if constexpr (kHasScales<C>) {
+      LoadScales(scales, of_keys);
+      LoadScales(scales + S::kScaleBytes, of_values);
+    }
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
       float highest = top_[half], weight[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const bool visible = mask >> (j / 2 * 8 + 2 * t + j % 2) & 1;
-        weight[j] = visible ? scores[j / 2][2 * half + j % 2] * scale_ : -INFINITY;
+        float score = scores[j / 2][2 * half + j % 2] * scale_;
+        if constexpr (kHasScales<C>) {
+          score *= of_keys[j];
+          of_values[j] = visible ? of_values[j] : 0;  // may be NaN
+        }
+        weight[j] = visible ? score : -INFINITY;
         highest = fmaxf(highest, weight[j]);
       }
       highest = QuadMax(highest);
@@ -499,9 +361,10 @@ class WarpAttention {
       for (int j = 0; j < 4; ++j) {
         weight[j] = Exp2(weight[j] - highest);
         total_[half] += weight[j];
+        if constexpr (kHasScales<C>) weight[j] *= of_values[j];
       }
-      weights[half] = Pack<T>(weight[0], weight[1]);
-      weights[2 + half] = Pack<T>(weight[2], weight[3]);
+      weights[half] = Pack<V>(weight[0], weight[1]);
+      weights[2 + half] = Pack<V>(weight[2], weight[3]);
 #pragma unroll
       for (int n = 0; n < 2 * kSteps; ++n) {
         sums_[n][2 * half] *= factor;
@@ -510,13 +373,26 @@ class WarpAttention {
     }
   }
 
+  // Adds 16 columns to sums_[2 * step] and sums_[2 * step + 1]: the first and the last 8 or, of 8-bit values, the even
+  // and the odd ones.
   __device__ void AddValues(uint32_t values, const uint32_t (&weights)[4]) {
+    constexpr int kStepsOfLoad = S::kVector / 8;
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
+    for (int load = 0; load < kSteps / kStepsOfLoad; ++load) {
       uint32_t b[4];
-      LoadTransposed(b, values + S::Place(value_row_, 2 * step + matrix_ / 2));
-      Mma<T>(sums_[2 * step], weights, b[0], b[1]);
-      Mma<T>(sums_[2 * step + 1], weights, b[2], b[3]);
+      LoadTransposed(b, values + S::Place(value_row_, 2 * load + matrix_ / 2));
+      if constexpr (kHasScales<C>) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float (&even)[4] = sums_[2 * (2 * load + i)], (&odd)[4] = sums_[2 * (2 * load + i) + 1];
+          const uint32_t first = b[2 * i], last = b[2 * i + 1];  // slots
+          Mma<V>(even, weights, Widen<V, C, 0, 2>::Of(first), Widen<V, C, 0, 2>::Of(last));
+          Mma<V>(odd, weights, Widen<V, C, 1, 3>::Of(first), Widen<V, C, 1, 3>::Of(last));
+        }
+      } else {
+        Mma<V>(sums_[2 * load], weights, b[0], b[1]);
+        Mma<V>(sums_[2 * load + 1], weights, b[2], b[3]);
+      }
     }
   }
 
@@ -530,10 +406,10 @@ class WarpAttention {
 
 // Merges the sums of the warps from shared memory. Stores results if there is one split, else sums with their maximum
 // and total.
-template <typename T, int kSize>
+template <typename T, typename C, int kSize>
 __device__ void StoreSums(const Params& p, const float* merged, const float* tops,
                           const float* totals) {
-  using S = Shape<kSize>;
+  using S = Shape<C, kSize>;
   const int warp = Warp(), lane = Lane();
   for (int row = warp; row < p.shared; row += S::kWarps) {
     float highest = kLowest, sum = 0, factors[S::kWarps];
@@ -564,17 +440,17 @@ __device__ void StoreSums(const Params& p, const float* merged, const float* top
   }
 }
 
-// Multiplies this warp's units in order.
-template <typename T, int kSize, bool kWide>
-__device__ void AttendToUnits(const CacheCopier<kSize>& cache, UnitRing<kSize>& ring, int slot,
-                              uint32_t new_rows, WarpAttention<T, kSize, kWide>& attention) {
-  using S = Shape<kSize>;
-  int stage = 0, filled = 0;
+// Multiplies this warp's units in order. `ring` has been filled.
+template <typename T, typename C, int kSize, bool kWide>
+__device__ void AttendToUnits(const CacheCopier<C, kSize>& cache, UnitRing<C, kSize>& ring,
+                              int slot, uint32_t new_rows,
+                              WarpAttention<T, C, kSize, kWide>& attention) {
+  using S = Shape<C, kSize>;
+  int stage = 0, filled = S::kStages - 1;
 #pragma unroll 1
-  for (int i = 1 - S::kStages; i < ring.produced(); ++i) {  // fills the ring first
+  for (int i = 0; i < ring.produced(); ++i) {
     ring.Produce(filled);
     filled = filled + 1 == S::kStages ? 0 : filled + 1;
-    if (i < 0) continue;
     WaitCopies<S::kStages - 1>();
     __syncwarp();  // the copies of all lanes have arrived
     const uint32_t mask = ring.Mask(stage), unit = cache.Stage(stage);
@@ -582,39 +458,47 @@ __device__ void AttendToUnits(const CacheCopier<kSize>& cache, UnitRing<kSize>& 
     stage = stage + 1 == S::kStages ? 0 : stage + 1;
     if (has_written) cache.Insert(unit, slot, new_rows);
     if (mask == 0) continue;
-    if (mask != 0xffff) cache.ZeroMasked(unit, mask);
+    if (!kHasScales<C> && mask != 0xffff) cache.ZeroMasked(unit, mask);
     attention.Add(unit, mask);
     __syncwarp();  // the stage has been read
   }
 }
 
-// kSize: head size, padded with zeros beyond params.size. kWide: more than 8 query heads per key head.
-template <typename T, int kSize, bool kWide>
-__global__ void __launch_bounds__(Shape<kSize>::kThreads) AttendKernel(const Params p) {
-  using S = Shape<kSize>;
+// T: activations; C: elements of the cache, T or 8 bits. kSize: head size, padded with zeros beyond params.size. kWide:
+// more than 8 query heads per key head.
+template <typename T, typename C, int kSize, bool kWide>
+__global__ void __launch_bounds__(Shape<C, kSize>::kThreads) AttendKernel(const Params p) {
+  using S = Shape<C, kSize>;
   extern __shared__ __align__(128) uint8_t ring[];
   LaunchDependents();
-  const CacheCopier<kSize> cache(p, ring);
+  const CacheCopier<C, kSize> cache(p, ring);
   const int slot = *p.slot;
   const int worker = Warp() * p.splits + Split();
   const int workers = p.splits * S::kWarps;
   Units units(p, Element(), worker, workers);
   if (units.count() > 0) cache.Copy(0, units.SlotOf(0));  // before positions are compared
 
+  // This warp's unit with the slot to write, or none.
+  const bool writes = 0 <= slot && slot < p.slots && slot / kUnit % workers == worker;
+  const int written = writes ? slot / kUnit / workers : -1;
+  UnitRing<C, kSize> copies(cache, units, written);
   uint8_t* const new_rows = ring + S::kWarps * S::kRingBytes;
-  NewRows<T, kSize> rows(p, new_rows);
-  rows.Put(units);
+  NewRows<T, C, kSize> rows(p, new_rows);
+  if (p.pdl) {  // old slots arrive while previous kernels compute the new rows
+    if (units.count() > 0) units.Look();
+    copies.Fill();
+    WaitForPreviousKernels();
+  }
+
+  rows.Put(units, !p.pdl);
   rows.ZeroOthers();
   __syncthreads();
 
-  // This warp's unit with the slot to write, or none.
   const uint32_t new_at = SharedAddress(new_rows);
-  const bool writes = 0 <= slot && slot < p.slots && slot / kUnit % workers == worker;
-  const int written = writes ? slot / kUnit / workers : -1;
   if (writes) cache.Append(slot, new_at);
 
-  WarpAttention<T, kSize, kWide> attention(p.scale, new_at);
-  UnitRing<kSize> copies(cache, units, written);
+  WarpAttention<T, C, kSize, kWide> attention(p.scale, new_at);
+  if (!p.pdl) copies.Fill();
   AttendToUnits(cache, copies, slot, new_at, attention);
 
   // Merges the warps; their sums overwrite their rings.
@@ -625,7 +509,7 @@ __global__ void __launch_bounds__(Shape<kSize>::kThreads) AttendKernel(const Par
   float* totals = tops + S::kWarps * kRows;
   attention.StorePartial(p.shared, merged, tops, totals);
   __syncthreads();
-  StoreSums<T, kSize>(p, merged, tops, totals);
+  StoreSums<T, C, kSize>(p, merged, tops, totals);
 }
 
 }  // namespace jaxlowbit::attend

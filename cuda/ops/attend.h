@@ -24,6 +24,9 @@ inline constexpr int64_t kMaxAttendBatch = 65535;
 //   out[b, h]   = sum over the visible slots s of
 //                 softmax_s(scale * q[b, h] . keys[b, s, h / shared]) * values[b, s, h / shared]
 //
+// A cache of 8 bits stores k[b] / key_scales[b, slot], rounded, and values likewise; products multiply by the scales. As
+// in quantize_rows.cu, a scale is the largest magnitude of its row divided by 127 or 448.
+//
 // Slot s < reach is visible to query b if 0 <= positions[b, s] <= position[b] and, with a window, position[b] -
 // positions[b, s] < window. Other slots may contain anything, including NaN. Without visible slots, out is zero.
 // Scores, softmax and sums are float32.
@@ -32,7 +35,8 @@ inline constexpr int64_t kMaxAttendBatch = 65535;
 // halves or, with `neighbours`, of elements 2i and 2i + 1. Results of the norm and of the rotation are rounded to
 // `type`.
 struct Attend {
-  ElementType type = ElementType::kBf16;  // of query, key, value, keys, values and out
+  ElementType type = ElementType::kBf16;   // of query, key, value and out
+  ElementType cache = ElementType::kBf16;  // of keys and values: `type`, or 8 bits
   int64_t batch = 0, heads = 0, kv_heads = 0, head_size = 0;
   int64_t slots = 0, reach = 0;
   int64_t window = 0;  // 0: unlimited
@@ -46,7 +50,8 @@ struct Attend {
   // [head_size], weights of the RMSNorms; null: none
   const float *query_norm = nullptr, *key_norm = nullptr;
 
-  void *keys = nullptr, *values = nullptr;  // [batch, slots, kv_heads, head_size]
+  void *keys = nullptr, *values = nullptr;               // [batch, slots, kv_heads, head_size]
+  float *key_scales = nullptr, *value_scales = nullptr;  // [batch, slots, kv_heads], of 8 bits
   const int32_t* slot =
       nullptr;  // []: the slot to write, the same in every sequence; out of range: none
   const int32_t* position = nullptr;  // [batch], positions of the queries
@@ -55,6 +60,10 @@ struct Attend {
   const int32_t* positions = nullptr;
 
   void* out = nullptr;  // [batch, heads, head_size]
+
+  // Whether the first kernel may start while previous kernels run (PDL). They must not write slot, position, positions,
+  // cos, sin, keys, values or scales.
+  bool pdl = false;
 
   int64_t shared() const { return heads / kv_heads; }
 };
@@ -65,9 +74,9 @@ int AttendSplits(const Attend& attend, const Device& device, int64_t workspace_b
 // Loads the kernels for this type and these sizes. Call before LaunchAttend; later calls return immediately.
 cudaError_t LoadAttend(const Attend& attend, const Device& device);
 
-// Enqueues the attention. With several splits, a second kernel (under PDL if available) combines them in order.
-// Operands need no alignment beyond their elements; the workspace is 16-byte aligned. `out` must not overlap operands,
-// except that it may equal `query`.
+// Enqueues the attention. With several splits, a second kernel combines them in order. Both kernels use PDL if
+// available, the first one only with `attend.pdl`. Operands need no alignment beyond their elements; the workspace is
+// 16-byte aligned. `out` must not overlap operands, except that it may equal `query`.
 cudaError_t LaunchAttend(const Attend& attend, void* workspace, int64_t workspace_bytes,
                          const Device& device, cudaStream_t stream);
 

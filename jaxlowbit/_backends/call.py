@@ -230,6 +230,7 @@ class Call:
         sums: int = 0,
         workspace: bool = True,
         aliases: dict[int, int] | None = None,
+        custom_call: Any = None,
         **attributes: Any,
     ) -> list[Array]:
         """The results of the call, without its workspace.
@@ -240,6 +241,7 @@ class Call:
 
         - `sums`: bytes of partial sums, if another step needs more than the products.
         - `aliases`: operands that results overwrite, as in `jax.ffi.ffi_call`.
+        - `custom_call`: a replacement of `jax.ffi.ffi_call`.
         - `attributes`: further attributes of the call.
         """
         results = [*self._results]
@@ -255,9 +257,13 @@ class Call:
         attributes |= {name: np.array(x, np.int64).reshape(-1) for name, x in lists.items() if x}
         if self._codebooks:
             attributes["numbers"] = np.concatenate(self._codebooks)
-        call = jax.ffi.ffi_call(target, results, input_output_aliases=aliases)
+        custom_call = custom_call or jax.ffi.ffi_call
+        call = custom_call(target, results, input_output_aliases=aliases)
         outs = call(*self._operands, caller=self.caller, **VERSIONS, **attributes)
         return [*outs[: len(self._results)]]
+
+    def place_of(self, operand: Array) -> int:
+        return next(place for place, array in self.at.items() if array is operand)
 
 
 def apart(*arrays: Array) -> Sequence[Array]:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from .._core.activations import VALUES
 from . import call, extension
 from .call import Call
 from .extension import ffi
@@ -15,7 +16,9 @@ from .target import local_gpus
 _DTYPES = (jnp.bfloat16, jnp.float16)
 
 
-def unsupported(dtype: jnp.dtype, *, heads: int, kv_heads: int, head_size: int) -> str | None:
+def unsupported(
+    dtype: jnp.dtype, *, heads: int, kv_heads: int, head_size: int, cache_dtype: Any = None
+) -> str | None:
     """Returns None if this build's kernel supports the attention on these GPUs, else a reason."""
     if reason := extension.UNAVAILABLE["cuda"]:
         return reason
@@ -25,6 +28,8 @@ def unsupported(dtype: jnp.dtype, *, heads: int, kv_heads: int, head_size: int) 
         return (
             f"its kernel takes heads of a multiple of 8 up to {ffi.MAX_ATTEND_HEAD_SIZE} elements"
         )
+    if cache_dtype in VALUES and head_size % 16 != 0:
+        return f"its kernel takes heads of a multiple of 16 elements for a cache of {cache_dtype}"
     if heads > ffi.MAX_ATTEND_SHARED * kv_heads:
         return f"its kernel takes up to {ffi.MAX_ATTEND_SHARED} heads that share keys"
     gpus = local_gpus()
@@ -40,12 +45,13 @@ class Operands(NamedTuple):
     - `rotation`: cosines and sines, float32 (batch, head_size / 2).
     - `norms`: factors of the norms of query and key heads before rotation, float32 (head_size,)
       each; or None.
-    - `keys`, `values`: the cache, (batch, slots, kv_heads, head_size) of that dtype, updated in
-      place if XLA can alias it, as it can a donated one.
+    - `keys`, `values`: the cache, (batch, slots, kv_heads, head_size) of that dtype, int8 or
+      float8_e4m3fn, updated in place if XLA can alias it, as it can a donated one.
     - `slot`: the slot of the new keys and values, int32 (); out of range, nothing is written.
     - `position`: the positions of the queries, int32 (batch,).
     - `positions`: the positions of all slots, including `slot`, int32 (batch, slots); -1 for empty
       slots.
+    - `scales`: of 8-bit keys and values, float32 (batch, slots, kv_heads) each, updated with them.
     """
 
     query: Array
@@ -58,6 +64,7 @@ class Operands(NamedTuple):
     slot: Array
     position: Array
     positions: Array
+    scales: tuple[Array, ...] = ()
 
 
 class Options(NamedTuple):
@@ -77,28 +84,34 @@ class Options(NamedTuple):
     scale: float
 
 
-def attend(operands: Operands, options: Options) -> tuple[Array, Array, Array]:
+def attend(operands: Operands, options: Options) -> tuple[Array, ...]:
     """Rotates queries and keys, appends keys and values to a cache, and attends, in one call.
 
     A query sees the slots whose positions are not negative, not beyond the query's, and less than
     `window` before it. A query that sees no slot gets zeros. Other slots may contain anything.
 
-    **Returns:** (batch, heads, head_size) in the dtype of the query, and the cache.
+    **Returns:** (batch, heads, head_size) in the dtype of the query, and the updated keys, values
+    and `scales`.
 
     **Raises:** an XLA error when it runs, for invalid shapes and dtypes. It supports neither `vmap`
     nor derivatives.
     """
     calls = Call("attend")
     add_attention(calls, operands, operands.query.shape)
-    out, keys, values = calls.run(
-        sums=workspace_bytes(operands, options), aliases=ALIASES, **call_attributes(options)
+    out, *cache = calls.run(
+        sums=workspace_bytes(operands, options),
+        aliases=aliases(operands),
+        **call_attributes(options),
     )
-    return call.apart(out)[0], keys, values
+    return call.apart(out)[0], *cache
 
 
 # --- calls that begin with attention --------------------------------------------------------------
 
-ALIASES = {7: 1, 8: 2}  # the cache
+
+def aliases(operands: Operands) -> dict[int, int]:
+    """The operands that results overwrite: keys, values and their scales."""
+    return {7: 1, 8: 2} | ({12: 3, 13: 4} if operands.scales else {})
 
 
 def add_attention(calls: Call, operands: Operands, shape: Sequence[Any]) -> int:
@@ -108,10 +121,10 @@ def add_attention(calls: Call, operands: Operands, shape: Sequence[Any]) -> int:
     """
     norms = operands.norms or (jnp.zeros(0, jnp.float32),) * 2
     new = call.apart(operands.query, operands.key, operands.value)
-    for array in (*new, *operands.rotation, *norms, *operands[5:]):
+    for array in (*new, *operands.rotation, *norms, *operands[5:10], *operands.scales):
         calls.operand(array)
     out = calls.result(shape, operands.query.dtype)
-    for array in operands[5:7]:
+    for array in (operands.keys, operands.values, *operands.scales):
         calls.result(array.shape, array.dtype)
     calls.step("attend")
     return out

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from .block import add_block, add_mlp
 from .call import Call, stored_weight
 from .cuda import HOPPER
 from .extension import UNAVAILABLE, ffi
+from .layers import Layer, run_layers
 
 
 def matmuls(
@@ -282,42 +283,69 @@ def block(
     return tuple(x.reshape(*rows, x.shape[-1]) for x in results)
 
 
-def decode_block(
-    attention: cuda_attend.Operands,
+class DecodeLayer(NamedTuple):
+    """Attention of a decode step, and the block after it.
+
+    - `attention`, `attending`: as for `cuda_attend.attend`. Only the first layer reads its
+      query, key and value; later layers read the following products of the layer before.
+    - `norm`, `following_norm`: before the MLP and before the following products, if any.
+    - `weights`: out, gate_up and down, then the following weights.
+    """
+
+    attention: cuda_attend.Operands
+    attending: cuda_attend.Options
+    norm: Array
+    following_norm: Array | None
+    weights: Sequence[QuantizedArray]
+
+
+def decode_layers(
+    layers: Sequence[DecodeLayer],
     residual: Array,
-    norm: Array,
-    following_norm: Array | None,
-    weights: Sequence[QuantizedArray],
     *,
-    attending: cuda_attend.Options,
     activation: str,
     epsilon: float,
     devices: Sequence[int] = (),
-) -> tuple[Array, ...]:
-    """The attention of a decode step and `block` of its result, as one CUDA custom call.
+) -> tuple[list[tuple[Array, ...]], list[Array]]:
+    """Consecutive layers of a decode step as one CUDA custom call, so that attention starts while
+    the kernels of the layer before run.
 
-    Returns the new keys and values of the cache, the new residual (batch, d), then the following
-    products. With several `devices`, from `exchanging`, each has a part of the weights.
+    With several `devices`, from `exchanging`, each has a part of the weights.
+
+    Returns the updated arrays of the cache for each layer, then the new residual (batch, d) and the
+    following products of the last layer.
     """
-    batch = residual.shape[0]
-    calls = Call("decode_block")
-    attended = cuda_attend.add_attention(calls, attention, (1, batch, weights[0].k))
-    add_block(
-        *(calls, attended, call.apart(residual[None])[0], norm, following_norm, weights),
-        read=functools.partial(stored_weight, dtype=residual.dtype),
-        activation=activation,
-        parts=jnp.float32 if devices else None,
-    )
+    x = call.apart(residual[None])[0]
     group: dict[str, Any] = {"devices": np.array(devices, np.int64)} if devices else {}
-    _, keys, values, *others = calls.run(
-        sums=cuda_attend.workspace_bytes(attention, attending),
-        aliases=cuda_attend.ALIASES,
-        epsilon=np.float32(epsilon),
-        **cuda_attend.call_attributes(attending),
-        **group,
-    )
-    results = call.apart(*others[: 1 + len(weights) - 3])
-    return keys, values, *(x[0] for x in results)
+    parts: list[Layer] = []
+    for layer in layers:
+        calls = Call("decode_block" if len(layers) == 1 else "decode_blocks")
+        shape = (1, x.shape[1], layer.weights[0].k)
+        add_block(
+            calls,
+            cuda_attend.add_attention(calls, layer.attention, shape),
+            *(x, layer.norm, layer.following_norm, layer.weights),
+            read=functools.partial(stored_weight, dtype=x.dtype),
+            activation=activation,
+            parts=jnp.float32 if devices else None,
+        )
+        # Results: attention, the cache, the residual, the following products.
+        aliases = cuda_attend.aliases(layer.attention)
+        residual_at = -len(aliases) - 2
+        query, key, value = (residual_at - i for i in (1, 2, 3))
+        new = {1: query, 2: key, 3: value, calls.place_of(x): residual_at}
+        sums = cuda_attend.workspace_bytes(layer.attention, layer.attending)
+        attributes = {**cuda_attend.call_attributes(layer.attending), **group}
+        attributes["epsilon"] = np.float32(epsilon)
+        parts.append(Layer(calls, new if parts else {}, aliases, sums, attributes))
+    found = run_layers(parts)
+    caches = [
+        tuple(results[-i - 1] for i in part.aliases.values())
+        for part, results in zip(parts, found, strict=True)
+    ]
+    first = len(parts[-1].aliases) + 1
+    last = [found[-1][-i - 1] for i in range(first, first + len(layers[-1].weights) - 2)]
+    return caches, [x[0] for x in call.apart(*last)]
 
 
 def normalized(

@@ -1,66 +1,55 @@
-"""The attention of a decode step and the block after it, in one call."""
+"""The attention of a decode step and the block after it, for consecutive layers in one call."""
 
 from collections.abc import Sequence
 
 from jax import Array
 
-from .._backends import cuda_attend, cuda_calls
+from .._backends import cuda_calls
+from .._backends.cuda_calls import DecodeLayer
 from .._backends.target import local_gpus
 from .._core.array import QuantizedArray
 from .._matmul.call import first, unread
 
 
 def unsupported(residual: Array, weights: Sequence[QuantizedArray]) -> str | None:
-    """Returns None if `decode_block` supports these weights, else the reason. Attention has
-    separate limits: `cuda_attend.unsupported`."""
+    """Returns None if `decode_layers` supports a layer with these weights, else the reason.
+    Attention has separate limits: `cuda_attend.unsupported`."""
     target = local_gpus()
     reason = cuda_calls.unsupported_norm(residual.shape[-1])
     return reason or first(unread(target, residual, weight) for weight in weights)
 
 
-def decode_block(
-    attention: cuda_attend.Operands,
+def decode_layers(
+    layers: Sequence[DecodeLayer],
     residual: Array,
-    out: QuantizedArray,
-    norm: Array,
-    gate_up: QuantizedArray,
-    down: QuantizedArray,
     *,
-    attending: cuda_attend.Options,
-    following: tuple[Array, Sequence[QuantizedArray]] | None,
     activation: str,
     epsilon: float,
     devices: Sequence[int] = (),
-) -> tuple[Array, Array, Array, tuple[Array, ...]]:
-    """`quantized_block` of the result of `cuda_attend.attend`, as one CUDA custom call.
+) -> tuple[list[tuple[Array, ...]], Array, tuple[Array, ...]]:
+    """`quantized_block` of the result of `cuda_attend.attend`, for each layer, as one CUDA custom
+    call.
 
-    So the output projection loads its weights while the attention runs. It supports neither
-    derivatives nor `vmap`, and only arrays of one GPU.
+    Every kernel starts while its predecessor runs: the output projection loads its weights during
+    attention, and the next attention loads its cache during the products before it. It supports
+    neither derivatives nor `vmap`, and only arrays of one GPU.
 
-    In `jax.shard_map` several GPUs may share a block (`cuda_calls.exchanging`). Each has some of
+    In `jax.shard_map` several GPUs may share the layers (`cuda_calls.exchanging`). Each has some of
     the heads and hidden features with the corresponding weights; residual and norms are replicated.
-    Two kernels of the call add the output and down projections of all GPUs in float32, with equal
+    Two kernels per layer add the output and down projections of all GPUs in float32, with equal
     results on all of them.
 
     **Arguments:**
 
-    - `attention`, `attending`: as for `cuda_attend.attend`.
+    - `layers`: each but the last has three following weights, of query, key and value of the next.
     - `residual`: (batch, d) in the dtype of the query.
-    - `devices`: CUDA ordinals of the GPUs that share the block.
-    - the others: as for `quantized_block`.
+    - `activation`, `epsilon`: as for `quantized_block`.
+    - `devices`: CUDA ordinals of the GPUs that share the layers.
 
-    **Returns:** the keys and values of the cache, the new residual, and the following products.
+    **Returns:** the updated arrays of the cache for each layer, as of `cuda_attend.attend`, the new
+    residual, and the following products of the last layer.
     """
-    following_norm, following_weights = (None, ()) if following is None else following
-    keys, values, y, *products = cuda_calls.decode_block(
-        attention,
-        residual,
-        norm,
-        following_norm,
-        (out, gate_up, down, *following_weights),
-        attending=attending,
-        activation=activation,
-        epsilon=epsilon,
-        devices=devices,
+    caches, (y, *products) = cuda_calls.decode_layers(
+        layers, residual, activation=activation, epsilon=epsilon, devices=devices
     )
-    return keys, values, y, tuple(products)
+    return caches, y, tuple(products)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from .._core import checks
-from .._core.activations import value_dtype
+from .._core.activations import VALUES, value_dtype
 
 _SIZE = "a number of features, an integer from 1 to 2**31 - 1"
 _FUNCTIONS = ("kernel_init", "bias_init", "embedding_init", "promote_dtype")
@@ -51,6 +51,20 @@ def lhs_qtype(caller: str, value: Any) -> Any:
     **Raises:** `TypeError` for a value that is not a dtype, `ValueError` for another dtype.
     """
     return None if value is None else value_dtype(caller, "lhs_qtype", value)
+
+
+def cache_dtype(caller: str, value: Any, dtype: Any) -> Any:
+    """Returns the dtype of a cache: int8 or float8_e4m3fn, or None for `dtype`, of activations.
+
+    **Raises:** `TypeError` for a value that is not a dtype, `ValueError` for another dtype.
+    """
+    found = dtype if value is None else checks.dtype(caller, "cache_dtype", value)
+    if value is not None and found not in VALUES:
+        raise ValueError(
+            f"{caller}: cache_dtype is {found}, but it must be int8 or float8_e4m3fn, or None for "
+            "the dtype of activations."
+        )
+    return found
 
 
 def sizes(caller: str, name: str, value: Any) -> tuple[int, ...]:

@@ -57,13 +57,15 @@ def choose(
     return "cudnn" if batch * queries * length >= 1 << 16 else "xla"
 
 
-def native(dtype: jnp.dtype, heads: int, kv_heads: int, head_size: int) -> bool:
+def native(
+    dtype: jnp.dtype, heads: int, kv_heads: int, head_size: int, cache_dtype: jnp.dtype
+) -> bool:
     """Whether our CUDA kernel supports attention of one query per sequence on this machine's GPUs.
 
     It takes any number of sequences and slots.
     """
     sizes = {"heads": heads, "kv_heads": kv_heads, "head_size": head_size}
-    return cuda_attend.unsupported(dtype, **sizes) is None
+    return cuda_attend.unsupported(dtype, **sizes, cache_dtype=cache_dtype) is None
 
 
 def mask(queries: Array, keys: Array, window: int | None) -> Array:

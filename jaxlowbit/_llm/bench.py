@@ -128,7 +128,7 @@ def bench(
         batch * new_tokens / decode,
         1e3 * decode / new_tokens,
         sum(leaf.nbytes for leaf in leaves),
-        nbytes(config, batch, prompt_tokens + new_tokens, decoder.dtype),
+        nbytes(config, batch, prompt_tokens + new_tokens, decoder.cache_dtype),
         decoder.parts,
         prompt_tokens + (new_tokens + 1) // 2,
     )

@@ -172,35 +172,23 @@ class Block(nnx.Module):
 
         **Returns:** the residual stream, `following.project` of it, and the cache.
         """
-        q, k, v = self.heads(products)
-        if (factor := rope.temperature(self.config, jnp.maximum(positions, 0))) is not None:
-            q = (q.astype(jnp.float32) * factor).astype(q.dtype)
+        q, k, v = self.heads(products, positions)
         if implementation == "native":
-            if rotation is None:
-                rotation = rope.identity(positions, self.config.head_size)
-            operands = cuda_attend.Operands(
-                query=q[:, 0],
-                key=k[:, 0],
-                value=v[:, 0],
-                rotation=(rotation[0][:, 0, 0], rotation[1][:, 0, 0]),
-                norms=self.head_norms,
-                keys=cache.keys[layer],
-                values=cache.values[layer],
-                slot=cache.used - 1,
-                position=positions[:, 0],
-                positions=cache.positions,
-            )
-            return self._decode(operands, reach, x, following, cache, layer)
+            operands = self.attention_operands((q, k, v), rotation, positions, cache, layer)
+            attended, *arrays = cuda_attend.attend(operands, self.attention_options(reach))
+            attended = attended.reshape(*x.shape[:-1], -1)
+            return *self.finish(attended, x, following), cache.replace(layer, *arrays)
         q, k = self.normalize(q, self.q_norm), self.normalize(k, self.k_norm)
         if rotation is not None:
             q, k = (rope.rotate(head, rotation, self.config.rope_pairs) for head in (q, k))
         cache = cache.write(layer, k, v)
+        keys, values, held = cache.read(layer, reach, q.dtype)
         attended = attention.attend(
             q,
-            cache.keys[layer],
-            cache.values[layer],
+            keys,
+            values,
             positions,
-            cache.positions,
+            held,
             window=self.window,
             scale=self.scale,
             implementation=implementation,
@@ -210,46 +198,58 @@ class Block(nnx.Module):
         )
         return *self.finish(attended, x, following), cache
 
-    def _decode(
+    def attention_operands(
         self,
-        operands: cuda_attend.Operands,
-        reach: int,
-        x: Array,
-        following: "Block | None",
+        heads: Sequence[Array],
+        rotation: tuple[Array, Array] | None,
+        positions: Array,
         cache: Cache,
         layer: int,
-    ) -> tuple[Array, tuple[Array, ...], Cache]:
-        """`step` with our CUDA kernel for attention."""
-        options = cuda_attend.Options(
+    ) -> cuda_attend.Operands:
+        """The operands of our CUDA kernel for attention; arguments as for `step`."""
+        if rotation is None:
+            rotation = rope.identity(positions, self.config.head_size)
+        query, key, value = (x[:, 0] for x in heads)
+        return cuda_attend.Operands(
+            query=query,
+            key=key,
+            value=value,
+            rotation=(rotation[0][:, 0, 0], rotation[1][:, 0, 0]),
+            norms=self.head_norms,
+            keys=cache.keys[layer],
+            values=cache.values[layer],
+            slot=cache.used - 1,
+            position=positions[:, 0],
+            positions=cache.positions,
+            scales=cache.arrays(layer)[2:],
+        )
+
+    def attention_options(self, reach: int) -> cuda_attend.Options:
+        return cuda_attend.Options(
             self.config.rope_pairs, self.config.norm_epsilon, reach, self.window, self.scale
         )
-        onward = self._onward(following)
-        devices = () if self.division is None else self.division.exchanging(x.shape[0])
-        one_call = self.fused(x) or (self.fusible(x) and devices != ())
-        one_call &= not self.rounds(x)
-        if one_call and (following is None or onward is not None):
-            matrices = self.o, self.gate_up[0], self.down
-            o, gate_up, down = (weight.get_value() for weight in matrices)
-            weights = o, gate_up, down, *(() if onward is None else onward[1])
-            if decode_block.unsupported(x, weights) is None:
-                keys, values, y, products = decode_block.decode_block(
-                    operands,
-                    x[:, 0],
-                    o,
-                    self.fused_norm,
-                    gate_up,
-                    down,
-                    attending=options,
-                    following=onward,
-                    activation=self.config.activation,
-                    epsilon=self.config.norm_epsilon,
-                    devices=devices,
-                )
-                products = tuple(product[:, None] for product in products)
-                return y[:, None], products, cache.replace(layer, keys, values)
-        attended, keys, values = cuda_attend.attend(operands, options)
-        attended = attended.reshape(*x.shape[:-1], -1)
-        return *self.finish(attended, x, following), cache.replace(layer, keys, values)
+
+    def exchanging(self, x: Array) -> tuple[int, ...]:
+        """CUDA ordinals of the devices that share this block and can add their parts of x within a
+        call, or ()."""
+        return () if self.division is None else self.division.exchanging(x.shape[0])
+
+    def one_call(self, x: Array, following: "Block | None") -> bool:
+        """Whether attention and this block are one call in a decode step."""
+        if not (self.fused(x) or (self.fusible(x) and self.exchanging(x))) or self.rounds(x):
+            return False
+        onward = self.onward(following)
+        if following is not None and onward is None:
+            return False
+        weights = [w.get_value() for w in (self.o, self.gate_up[0], self.down)]
+        weights += [] if onward is None else onward[1]
+        return decode_block.unsupported(x, weights) is None
+
+    @property
+    def attends_to_products(self) -> bool:
+        """Whether attention reads the products as they are."""
+        plain = not self.biases and self.q_all_norm is None and self.k_all_norm is None
+        return plain and self.config.attention_temperature is None
 
     @property
     def head_norms(self) -> tuple[Array, Array] | None:
@@ -258,14 +258,17 @@ class Block(nnx.Module):
             return None
         return self.q_norm.get_value(), self.k_norm.get_value()
 
-    def heads(self, products: Sequence[Array]) -> tuple[Array, ...]:
-        """Queries, keys and values (batch, length, heads, head_size), with their biases, and with
-        the norms of all heads together."""
+    def heads(self, products: Sequence[Array], positions: Array) -> tuple[Array, ...]:
+        """Queries, keys and values (batch, length, heads, head_size), with their biases, the norms
+        of all heads together, and the temperature of the queries."""
         if self.biases:
             products = [biased(x, bias) for x, bias in zip(products, self.biases, strict=True)]
         norms = self.q_all_norm, self.k_all_norm, None
         products = [self.normalize_heads(x, norm) for x, norm in zip(products, norms, strict=True)]
-        return tuple(x.reshape(*x.shape[:-1], -1, self.config.head_size) for x in products)
+        q, k, v = (x.reshape(*x.shape[:-1], -1, self.config.head_size) for x in products)
+        if (factor := rope.temperature(self.config, jnp.maximum(positions, 0))) is not None:
+            q = (q.astype(jnp.float32) * factor).astype(q.dtype)
+        return q, k, v
 
     def finish(
         self, attended: Array, x: Array, following: "Block | None"
@@ -299,7 +302,7 @@ class Block(nnx.Module):
     def _finish_in_one_call(
         self, attended: Array, x: Array, following: "Block | None"
     ) -> tuple[Array, tuple[Array, ...]]:
-        onward = self._onward(following)
+        onward = self.onward(following)
         activation: Any = self.config.activation  # gpt-oss's only with experts
         out = quantized_block(
             attended,
@@ -333,7 +336,7 @@ class Block(nnx.Module):
             dtype=jnp.float32,
         )
         added = division.add(parts)
-        if (onward := self._onward(following)) is not None:
+        if (onward := self.onward(following)) is not None:
             return normalized_matmuls(x, added, *onward, epsilon=epsilon)
         x = x + added.astype(x.dtype)
         return x, () if following is None else following.project(x)
@@ -344,14 +347,14 @@ class Block(nnx.Module):
         """`finish` from the residual stream after attention on, in two calls if possible."""
         mixture = functools.partial(self.mixture, self.normalize(x, self.mlp_norm))
         added = self._result(mixture, x.dtype, None, self.post_mlp_norm)
-        onward = self._onward(following)
+        onward = self.onward(following)
         if onward is not None and not self.rounds(x):
             epsilon = self.config.norm_epsilon
             return normalized_matmuls(x, added, *onward, epsilon=epsilon)
         x = x + added
         return x, () if following is None else following.project(x)
 
-    def _onward(self, following: "Block | None") -> tuple[Array, Sequence[QuantizedArray]] | None:
+    def onward(self, following: "Block | None") -> tuple[Array, Sequence[QuantizedArray]] | None:
         """The norm and weights of the next block for `quantized_block`, if they are quantized."""
         if following is None or following.attention_norm is None:
             return None

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from .._core.activations import VALUES, reach, rounded_tokens
 from .config import Config
 
 _SMALLEST = 256
@@ -21,12 +22,17 @@ class Cache(NamedTuple):
 
     `positions` of the slots are int32 (batch, slots), -1 for an empty slot; `used` is the number of
     slots that were written, int32 ().
+
+    Keys and values of 8 bits have a scale per slot and head, float32 (batch, slots, kv_heads):
+    `key_scales` and `value_scales`, else empty. `quantize_activations` defines them.
     """
 
     keys: tuple[Array, ...]
     values: tuple[Array, ...]
     positions: Array
     used: Array
+    key_scales: tuple[Array, ...] = ()
+    value_scales: tuple[Array, ...] = ()
 
     @property
     def slots(self) -> int:
@@ -43,17 +49,47 @@ class Cache(NamedTuple):
         """Writes keys and values (batch, tokens, kv_heads, head_size) of a layer to the slots that
         `advance` assigned last."""
         start = self.used - key.shape[1]
-        keys = lax.dynamic_update_slice_in_dim(self.keys[layer], key, start, axis=1)
-        values = lax.dynamic_update_slice_in_dim(self.values[layer], value, start, axis=1)
-        return self.replace(layer, keys, values)
+        new = [key, value]
+        if self.key_scales:
+            rows = [rounded_tokens(x, reach(x), self.keys[layer].dtype) for x in new]
+            new = [*(x.values for x in rows), *(x.scale[..., 0] for x in rows)]
+        return self.replace(
+            layer,
+            *(
+                lax.dynamic_update_slice_in_dim(stored, x, start, axis=1)
+                for stored, x in zip(self.arrays(layer), new, strict=True)
+            ),
+        )
 
-    def replace(self, layer: int, keys: Array, values: Array) -> "Cache":
-        """Replaces the keys and values (batch, slots, kv_heads, head_size) of a layer."""
+    def arrays(self, layer: int) -> tuple[Array, ...]:
+        """The keys and values of a layer, and in 8 bits their scales."""
+        return tuple(stored[layer] for stored in self._layers if stored)
 
-        def replaced(stored: tuple[Array, ...], new: Array) -> tuple[Array, ...]:
-            return (*stored[:layer], new, *stored[layer + 1 :])
+    @property
+    def _layers(self) -> tuple[tuple[Array, ...], ...]:
+        return self.keys, self.values, self.key_scales, self.value_scales
 
-        return self._replace(keys=replaced(self.keys, keys), values=replaced(self.values, values))
+    def replace(self, layer: int, *arrays: Array) -> "Cache":
+        """Replaces the `arrays` of a layer."""
+        names = ("keys", "values", "key_scales", "value_scales")[: len(arrays)]
+        layers = zip(names, self._layers, arrays, strict=False)
+        return self._replace(
+            **{name: (*old[:layer], new, *old[layer + 1 :]) for name, old, new in layers}
+        )
+
+    def read(self, layer: int, slots: int, dtype: Any) -> tuple[Array, Array, Array]:
+        """Keys and values of a layer in the dtype of activations, and the positions of the slots.
+
+        Contains at least the first `slots` slots, and in 8 bits no others.
+        """
+        if not self.key_scales:
+            return self.keys[layer], self.values[layer], self.positions
+        keys, values, *scales = (stored[:, :slots] for stored in self.arrays(layer))
+        keys, values = (
+            (x.astype(jnp.float32) * scale[..., None]).astype(dtype)
+            for x, scale in zip((keys, values), scales, strict=True)
+        )
+        return keys, values, self.positions[:, :slots]
 
     def cut(self, length: Array) -> "Cache":
         """Truncates the cache to its first `length` slots, int32 ()."""
@@ -66,37 +102,46 @@ class Cache(NamedTuple):
         def filled(new: Array, old: Array) -> Array:
             return lax.dynamic_update_slice_in_dim(new, old, 0, axis=1)
 
-        arrays = jax.tree.map(filled, larger[:3], self[:3])
-        return Cache(*arrays, used=self.used)
+        arrays = jax.tree.map(filled, larger._replace(used=None), self._replace(used=None))
+        return arrays._replace(used=self.used)
 
     def repeated(self, times: int) -> "Cache":
         """Repeats each sequence, one after the other."""
-        arrays = jax.tree.map(lambda array: jnp.repeat(array, times, axis=0), self[:3])
-        return Cache(*arrays, used=self.used)
+        arrays = self._replace(used=None)
+        arrays = jax.tree.map(lambda array: jnp.repeat(array, times, axis=0), arrays)
+        return arrays._replace(used=self.used)
 
 
-def cache_specs(config: Config, axis: str) -> Cache:
-    """The sharding of a cache over a mesh axis: along its heads."""
+def cache_specs(config: Config, axis: str, dtype: Any) -> Cache:
+    """The sharding of a cache of a dtype over a mesh axis: along its heads."""
     heads: Any = (jax.P(None, None, axis, None),) * config.layers
+    scales: Any = (jax.P(None, None, axis),) * config.layers if dtype in VALUES else ()
     whole: Any = jax.P()
-    return Cache(heads, heads, whole, whole)
+    return Cache(heads, heads, whole, whole, scales, scales)
 
 
 def make_cache(
     config: Config, batch: int, slots: int, dtype: Any, mesh: jax.sharding.Mesh | None = None
 ) -> Cache:
-    """An empty cache, on the devices of a mesh with one axis if there is one."""
+    """An empty cache, on the devices of a mesh with one axis if there is one.
+
+    `dtype`: of activations, or int8 or float8_e4m3fn.
+    """
     shape = (batch, slots, config.kv_heads, config.head_size)
 
-    specs = cache_specs(config, "" if mesh is None else mesh.axis_names[0])
+    specs = cache_specs(config, "" if mesh is None else mesh.axis_names[0], dtype)
     device = (lambda spec: None) if mesh is None else (lambda spec: jax.NamedSharding(mesh, spec))
 
     def layers(specs: tuple[Any, ...]) -> tuple[Array, ...]:
         return tuple(jnp.zeros(shape, dtype, device=device(spec)) for spec in specs)
 
+    def scales(specs: tuple[Any, ...]) -> tuple[Array, ...]:
+        return tuple(jnp.zeros(shape[:3], jnp.float32, device=device(spec)) for spec in specs)
+
     positions = jnp.full((batch, slots), -1, jnp.int32, device=device(specs.positions))
     used = jnp.zeros((), jnp.int32, device=device(specs.used))
-    return Cache(layers(specs.keys), layers(specs.values), positions, used)
+    pairs = layers(specs.keys), layers(specs.values)
+    return Cache(*pairs, positions, used, scales(specs.key_scales), scales(specs.value_scales))
 
 
 def nbytes(config: Config, batch: int, slots: int, dtype: Any) -> int:

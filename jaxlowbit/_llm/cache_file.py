@@ -54,8 +54,8 @@ def write_session(
     if not tokens:
         raise ValueError(f"{caller}: the session has no tokens yet; generate first.")
     tensors: dict[str, Any] = {"tokens": np.array(tokens, np.int32)}
-    for name, layers in (("keys", cache.keys), ("values", cache.values)):
-        for i, layer in enumerate(layers):
+    for name in _arrays_of(decoder):
+        for i, layer in enumerate(getattr(cache, name)):
             tensors[f"{name}.{i}"] = layer[0, : len(tokens)]
     fields = {"version": _VERSION, "model": fingerprint(decoder), "slots": cache.slots}
     metadata = {_KEY: json.dumps(fields | {"notes": notes})}
@@ -83,7 +83,7 @@ def read_session(caller: str, path: Path, decoder: Decoder) -> Contents:
                 f"to {decoder.config.context}; {_AGAIN}."
             )
         arrays = _arrays(tensors, decoder, len(tokens))
-        needed = nbytes(decoder.config, 1, slots, decoder.dtype) // decoder.parts
+        needed = nbytes(decoder.config, 1, slots, decoder.cache_dtype) // decoder.parts
         memory.check(caller, needed, f"a session with {slots} slots")
     except ValueError as error:
         text = str(error).removeprefix(f"{caller}: ").replace(f"; {AGAIN}", f"; {_AGAIN}")
@@ -111,7 +111,7 @@ def _fields(path: Path, text: str | None, decoder: Decoder) -> dict[str, Any]:
 
 
 def _tokens(path: Path, tensors: dict[str, Tensor], decoder: Decoder) -> list[int]:
-    names = [f"{name}.{i}" for name in ("keys", "values") for i in range(decoder.config.layers)]
+    names = [f"{name}.{i}" for name in _arrays_of(decoder) for i in range(decoder.config.layers)]
     if odd := sorted(tensors.keys() ^ {"tokens", *names}):
         raise ValueError(f"{path}: tensor {odd[0]!r} is missing or unknown; {_AGAIN}.")
     shape = tensors["tokens"].shape
@@ -125,14 +125,23 @@ def _tokens(path: Path, tensors: dict[str, Tensor], decoder: Decoder) -> list[in
 
 
 def _arrays(tensors: dict[str, Tensor], decoder: Decoder, count: int) -> dict[str, np.ndarray]:
-    """Keys and values (count, kv_heads, head_size) by name, memory-mapped."""
+    """Keys and values (count, kv_heads, head_size), and their scales (count, kv_heads), by name,
+    memory-mapped."""
     config = decoder.config
-    shape, kind = (count, config.kv_heads, config.head_size), _KINDS[jnp.dtype(decoder.dtype)]
-    return {
-        name: tensor.check((kind,), shape).array()
-        for name, tensor in tensors.items()
-        if name != "tokens"
-    }
+    shape, kind = (count, config.kv_heads, config.head_size), _KINDS[jnp.dtype(decoder.cache_dtype)]
+    arrays = {}
+    for name, tensor in tensors.items():
+        if name.partition(".")[0] in ("keys", "values"):
+            arrays[name] = tensor.check((kind,), shape).array()
+        elif name != "tokens":
+            arrays[name] = tensor.check(("F32",), shape[:2]).array()
+    return arrays
+
+
+def _arrays_of(decoder: Decoder) -> list[str]:
+    """The fields of a cache with an array per layer."""
+    names = ["keys", "values"]
+    return names if decoder.cache_dtype == decoder.dtype else [*names, "key_scales", "value_scales"]
 
 
 def _cache(decoder: Decoder, arrays: dict[str, np.ndarray], count: int, slots: int) -> Cache:
@@ -148,11 +157,10 @@ def _cache(decoder: Decoder, arrays: dict[str, np.ndarray], count: int, slots: i
 
     positions = np.arange(slots, dtype=np.int32)[None]
     positions = np.where(positions < count, positions, np.int32(-1))
-    return Cache(
-        filled("keys", empty.keys),
-        filled("values", empty.values),
-        jax.device_put(positions, empty.positions.sharding),
-        jax.device_put(np.int32(count), empty.used.sharding),
+    return empty._replace(
+        positions=jax.device_put(positions, empty.positions.sharding),
+        used=jax.device_put(np.int32(count), empty.used.sharding),
+        **{name: filled(name, getattr(empty, name)) for name in _arrays_of(decoder)},
     )
 
 
@@ -176,6 +184,7 @@ def fingerprint(decoder: Decoder) -> str:
         "config": dataclasses.asdict(decoder.config.replace(norm_offset=0.0)),
         "dtype": str(jnp.dtype(decoder.dtype)),
         "lhs_qtype": str(decoder.lhs_qtype),
+        "cache_dtype": str(jnp.dtype(decoder.cache_dtype)),
         "sums": {n: int(x) if isinstance(x, Array) else x for n, x in sums.items()},
     }
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()

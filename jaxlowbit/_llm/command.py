@@ -156,6 +156,8 @@ def _add_model(parser: argparse.ArgumentParser, also: str = "") -> None:
     parser.add_argument("--lhs-qtype", choices=dtypes, help=inputs)
     fewer = "minimum number of tokens in a call for --lhs-qtype to apply"
     parser.add_argument("--lhs-min-rows", type=int, metavar="N", help=fewer)
+    cached = "dtype of cached keys and values, with a scale per token and head (as --dtype)"
+    parser.add_argument("--cache-dtype", choices=dtypes, help=cached)
     devices = "number of devices to divide the model over (%(default)s)"
     parser.add_argument("--devices", type=int, default=1, metavar="N", help=devices)
 
@@ -287,6 +289,7 @@ def _decoding(options: argparse.Namespace) -> dict[str, Any]:
         "dtype": options.dtype,
         "lhs_qtype": options.lhs_qtype,
         "lhs_min_rows": options.lhs_min_rows,
+        "cache_dtype": options.cache_dtype,
         "mesh": _mesh(options.devices),
     }
 

@@ -29,7 +29,7 @@ from .._core.columns import take_columns
 from .._core.format import Format
 from .._flax import arguments
 from .._matmul.quantized_lhs import least_rows
-from . import attention, rope
+from . import attention, block_steps, rope
 from .block import Block, multiply, norm_variable
 from .cache import Cache, cache_specs, make_cache
 from .config import Config, check_config
@@ -58,6 +58,8 @@ class Decoder(nnx.Module):
       (`quantize_activations`). Embedding and head always have float inputs.
     - `lhs_min_rows`: minimum number of tokens, over all sequences, for such rounding. None for 1
       on a CPU, and for 32 or 192 on a GPU, where products are faster from then on.
+    - `cache_dtype`: `jnp.int8` or `jnp.float8_e4m3fn`, of cached keys and values, with a scale per
+      token and head; None for `dtype`.
     - `mesh`: a mesh with one axis, to shard the decoder over its devices; None for one device.
     - `consume`: whether to remove each weight from the dict once it is a variable. Then at most the
       weights of one block exist twice, while its gate and up are stacked.
@@ -83,6 +85,7 @@ class Decoder(nnx.Module):
         dtype: Any = jnp.bfloat16,
         lhs_qtype: Any = None,
         lhs_min_rows: int | None = None,
+        cache_dtype: Any = None,
         mesh: jax.sharding.Mesh | None = None,
         consume: bool = False,
     ):
@@ -95,6 +98,7 @@ class Decoder(nnx.Module):
         self.config = config
         self.dtype = dtype
         self.lhs_qtype = lhs_qtype
+        self.cache_dtype = arguments.cache_dtype("Decoder", cache_dtype, dtype)
         self.division: Division | None = None
         self.embedding = variable(weight_of("embedding"))
         blocks = [Block(config, weight_of, i, lhs_qtype) for i in range(config.layers)]
@@ -166,7 +170,7 @@ class Decoder(nnx.Module):
     def make_cache(self, batch: int, slots: int) -> Cache:
         """An empty cache for this decoder, on its devices."""
         mesh = None if self.division is None else self.division.mesh
-        return make_cache(self.config, batch, slots, self.dtype, mesh)
+        return make_cache(self.config, batch, slots, self.cache_dtype, mesh)
 
     def replicate(self, arrays: Any) -> Any:
         """Arrays replicated over the devices of this decoder."""
@@ -198,7 +202,7 @@ class Decoder(nnx.Module):
         """
         local = functools.partial(Decoder._forward, reach=reach)
         if self.division is not None:
-            placed = cache_specs(self.config, self.division.axis)
+            placed = cache_specs(self.config, self.division.axis, self.cache_dtype)
             local = self.division.on_each(
                 local,
                 self,
@@ -228,26 +232,25 @@ class Decoder(nnx.Module):
             head_size=config.head_size,
             native=config.rotated_size == config.head_size
             and attention.native(
-                self.dtype, config.heads // parts, config.kv_heads // parts, config.head_size
+                self.dtype,
+                config.heads // parts,
+                config.kv_heads // parts,
+                config.head_size,
+                self.cache_dtype,
             ),
             cached=cached,
             plain=config.attention_softcap is not None or config.sinks,
         )
         x = self.embed(tokens)
-        products = self.blocks[0].project(x)
-        for i, block in enumerate(self.blocks):
-            following = self.blocks[i + 1] if i + 1 < config.layers else None
-            x, products, cache = block.step(
-                products,
-                x,
-                following,
-                rotations[block.local] if block.rotates else None,
-                positions,
-                cache,
-                i,
-                implementation=implementation,
-                reach=reach,
-            )
+        x, cache = block_steps.run(
+            [*self.blocks],
+            x,
+            rotations,
+            positions,
+            cache,
+            implementation=implementation,
+            reach=reach,
+        )
         return rms_norm(x, self.final_norm.get_value(), config.norm_epsilon), cache
 
     def embed(self, tokens: Array) -> Array:

@@ -109,6 +109,7 @@ def load(
     dtype: Any = None,
     lhs_qtype: Any = None,
     lhs_min_rows: int | None = None,
+    cache_dtype: Any = None,
     scale_dtype: Any = None,
     adapter: Any = None,
     mesh: jax.sharding.Mesh | None = None,
@@ -135,6 +136,8 @@ def load(
       float inputs. `"file"` for the dtype of the checkpoint, such as int8 for W8A8 and W4A8.
     - `lhs_min_rows`: minimum number of tokens, over all sequences, for such rounding. None for 1
       on a CPU, and for 32 or 192 on a GPU, where products are faster from then on.
+    - `cache_dtype`: `jnp.int8` or `jnp.float8_e4m3fn`: keys and values are cached in 8 bits, with a
+      scale per token and head; None for `dtype`.
     - `scale_dtype`: dtype of scales and float zeros. None preserves the values of the file exactly.
       So does `"two_level"`, which also stores the scales of ggml's K types in two levels, as
       compactly as in the file.
@@ -159,6 +162,7 @@ def load(
             lhs_qtype = huggingface.lhs_qtype_of(path.path)
     lhs_qtype = arguments.lhs_qtype("load", lhs_qtype)
     check_rows("load", lhs_min_rows)
+    arguments.cache_dtype("load", cache_dtype, dtype)
     decoding = {"dtype": dtype, "lhs_qtype": lhs_qtype, "mesh": mesh}
     options = {"quantizer": quantizer, "calibration": calibration}
     options |= {"scale_dtype": scale_dtype, "progress": progress}
@@ -168,7 +172,7 @@ def load(
             path = path if isinstance(path, Header) else read_header(path)
             parts = adapted("load", adapter, path.config)
         checkpoint = read(path, format=format, rules=rules, **decoding, **options)
-    decoding["lhs_min_rows"] = lhs_min_rows
+    decoding |= {"lhs_min_rows": lhs_min_rows, "cache_dtype": cache_dtype}
     weights: dict[str, Any] = checkpoint.weights
     weights = weights if parts is None else with_adapter(weights, parts)
     decoder = Decoder(checkpoint.config, weights, **decoding, consume=True)
@@ -257,6 +261,7 @@ def init(
     dtype: Any = None,
     lhs_qtype: Any = None,
     lhs_min_rows: int | None = None,
+    cache_dtype: Any = None,
     mesh: jax.sharding.Mesh | None = None,
 ) -> LanguageModel:
     """Makes a model of random packed weights, of any size: floats are never made.
@@ -268,7 +273,7 @@ def init(
     - `seed`: a 64-bit integer.
     - `dtype`: dtype of scales, activations and the cache; None for bfloat16 on a GPU and float32 on
       the CPU.
-    - `lhs_qtype`, `lhs_min_rows`: as for `load`.
+    - `lhs_qtype`, `lhs_min_rows`, `cache_dtype`: as for `load`.
     - `mesh`: the devices to shard the model over, as in `shard`; None for one device. The weights
       do not depend on it.
 
@@ -288,9 +293,10 @@ def init(
     dtype = default_dtype() if dtype is None else checks.compute_dtype("init", "dtype", dtype)
     lhs_qtype = arguments.lhs_qtype("init", lhs_qtype)
     check_rows("init", lhs_min_rows)
+    arguments.cache_dtype("init", cache_dtype, dtype)
     weights = random_weights(config, format, seed=seed, dtype=dtype, mesh=mesh)
     decoding = {"dtype": dtype, "lhs_qtype": lhs_qtype, "mesh": mesh}
-    decoding["lhs_min_rows"] = lhs_min_rows
+    decoding |= {"lhs_min_rows": lhs_min_rows, "cache_dtype": cache_dtype}
     return LanguageModel(Decoder(config, weights, **decoding, consume=True))
 
 

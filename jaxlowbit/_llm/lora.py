@@ -60,6 +60,7 @@ def _rebuilt(model: LanguageModel, config: Config, weights: dict[str, Any]) -> L
     old = model.decoder
     options: dict[str, Any] = {"dtype": old.dtype, "lhs_qtype": old.lhs_qtype}
     options |= {"lhs_min_rows": old.lhs_min_rows}
+    options |= {"cache_dtype": None if old.cache_dtype == old.dtype else old.cache_dtype}
     options |= {"mesh": None if old.division is None else old.division.mesh}
     decoder = Decoder(config, weights, **options, consume=True)
     return dataclasses.replace(model, decoder=decoder)

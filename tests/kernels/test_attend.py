@@ -75,25 +75,29 @@ def test_the_workspace_has_room_for_the_splits(cuda, batch, splits):
         ("bfloat16", 32, 100, "multiple of 8 up to 256"),
         ("bfloat16", 32, 264, "multiple of 8 up to 256"),
         ("bfloat16", 136, 128, "up to 16 heads"),
+        ("bfloat16", 32, 72, "multiple of 16 elements for a cache of int8"),
     ],
 )
 def test_unsupported_problems_have_a_reason(cuda, dtype, heads, size, reason):
     sizes = {"heads": heads, "kv_heads": 8, "head_size": size}
-    assert reason in (cuda_attend.unsupported(jnp.dtype(dtype), **sizes) or "")
+    found = cuda_attend.unsupported(jnp.dtype(dtype), **sizes, cache_dtype=jnp.dtype(jnp.int8))
+    assert reason in (found or "")
 
 
 def test_a_build_without_kernels_has_a_reason(monkeypatch):
     monkeypatch.setattr(extension, "UNAVAILABLE", {name: f"no {name}" for name in ("cpu", "cuda")})
     sizes = {"heads": 32, "kv_heads": 8, "head_size": 128}
     assert cuda_attend.unsupported(jnp.dtype("bfloat16"), **sizes) == "no cuda"
-    assert not attention.native(jnp.dtype("bfloat16"), **sizes)
+    dtype = jnp.dtype("bfloat16")
+    assert not attention.native(dtype, **sizes, cache_dtype=dtype)
 
 
-def decode_step(config, monkeypatch):
+def decode_step_text(config, monkeypatch, cache_dtype: Any = None) -> str:
     """The lowered text of a decode step for CUDA."""
     monkeypatch.setattr(attention, "choose", lambda *args, **sizes: "native")
-    graph, state = nnx.split(init(config, INT8, dtype=jnp.bfloat16).decoder)
-    cache = jax.eval_shape(lambda: make_cache(config, BATCH, SLOTS, jnp.bfloat16))
+    decoder = init(config, INT8, dtype=jnp.bfloat16, cache_dtype=cache_dtype).decoder
+    graph, state = nnx.split(decoder)
+    cache = jax.eval_shape(lambda: make_cache(config, BATCH, SLOTS, decoder.cache_dtype))
 
     def forward(state, tokens, cache):
         return nnx.merge(graph, state).forward(tokens, tokens, cache, reach=REACH)
@@ -101,26 +105,56 @@ def decode_step(config, monkeypatch):
     program = jax.jit(forward).trace(state, like(BATCH, 1, dtype="int32"), cache)
     text = program.lower(lowering_platforms=("cuda",)).as_text()
     assert f"tensor<{BATCH}x{REACH}x" not in text
-    return collections.Counter(call_names(text))
+    return text
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
-def test_a_block_of_a_decode_step_is_one_call(name, cuda, monkeypatch):
+def decode_step(config, monkeypatch):
+    """The calls of a decode step."""
+    return collections.Counter(call_names(decode_step_text(config, monkeypatch)))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("llama", {"decode_blocks": 1}),
+        ("qwen3", {"decode_blocks": 1}),
+        ("qwen2", {"decode_block": 3}),  # biases between the products and attention
+    ],
+)
+def test_blocks_of_a_decode_step_are_one_call(name, expected, cuda, monkeypatch):
     """One more call computes the queries, keys and values of the first block."""
-    calls = decode_step(CONFIGS[name], monkeypatch)
-    assert calls == {"decode_block": CONFIGS[name].layers, "quantized_matmuls": 1}
+    calls = decode_step(CONFIGS[name].replace(layers=3), monkeypatch)
+    assert calls == {**expected, "quantized_matmuls": 1}
+
+
+@pytest.mark.parametrize("cache_dtype", [None, jnp.int8])
+def test_blocks_in_one_call_update_their_caches(cache_dtype, cuda, monkeypatch):
+    """Windows may differ. A cache in 8 bits has scales."""
+    layers = 4
+    windows = tuple(i % 2 == 0 for i in range(layers))
+    config = CONFIGS["llama"].replace(layers=layers, window=7, window_layers=windows)
+    text = decode_step_text(config, monkeypatch, cache_dtype)
+    call = next(line for line in text.splitlines() if "decode_blocks" in line)
+    assert "window.0 = 7" in call and "window.1 = 0" in call
+    aliases = re.findall(r"output_tuple_indices = \[(\d+)\], operand_index = (\d+)", call)
+    types = re.findall(r"tensor<([^>]*)>", call.rpartition(" : (")[2].partition(") -> ")[0])
+    updated = collections.Counter(types[int(number)] for _, number in aliases)
+    shape = f"{BATCH}x{SLOTS}x{config.kv_heads}"
+    kind = "bf16" if cache_dtype is None else "i8"
+    expected = {f"{shape}x{config.head_size}x{kind}": 2 * layers}
+    assert updated == expected | ({} if cache_dtype is None else {f"{shape}xf32": 2 * layers})
 
 
 def test_blocks_that_are_not_fused_attend_in_place(cuda, monkeypatch):
     calls = decode_step(CONFIGS["gemma3"], monkeypatch)
-    assert calls["attend"] == CONFIGS["gemma3"].layers and calls["decode_block"] == 0
+    assert calls["attend"] == CONFIGS["gemma3"].layers and calls["decode_blocks"] == 0
 
 
 def test_unsupported_parts_are_composed(cuda, monkeypatch):
     """Caps of scores and rotations of a part of a head; other parts attend in place."""
     config = PARTS["olmo3"].replace(rope_size=None, attention_softcap=None)
     calls = decode_step(config, monkeypatch)
-    assert calls["attend"] == config.layers and calls["decode_block"] == 0
+    assert calls["attend"] == config.layers and calls["decode_blocks"] == 0
     given = []
 
     def choose(*args, native, plain, **sizes):

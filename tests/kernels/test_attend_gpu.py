@@ -16,7 +16,9 @@ from jaxlowbit import INT8
 from jaxlowbit._backends import cuda_attend
 from jaxlowbit._backends.cuda_attend import Operands, Options
 from jaxlowbit._composite.rms_norm import rms_norm
-from jaxlowbit._llm import attention, rope
+from jaxlowbit._core.activations import reach as reach_of
+from jaxlowbit._core.activations import rounded_tokens
+from jaxlowbit._llm import attention, block_steps, rope
 from jaxlowbit._llm.cache import make_cache
 from jaxlowbit.llm import init
 
@@ -259,6 +261,59 @@ def test_caches_of_a_stack():
         assert_right(jax.tree.map(lambda x, i=i: x[i], got), one, **options)
 
 
+@pytest.mark.parametrize("cache_dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("sizes", "slot", "window"),
+    [
+        ((1, 32, 8, 128, 1000), None, None),
+        ((16, 32, 8, 128, 2000), 1999, None),
+        ((3, 4, 2, 64, 33), 7, 5),
+        ((2, 16, 1, 256, 300), None, None),
+        ((2, 12, 2, 80, 97), 50, None),
+    ],
+)
+def test_a_cache_in_8_bits(sizes, slot, window, dtype, cache_dtype):
+    """Codes and scales of the new row are exact. Hidden slots have scales NaN."""
+    plain = problem(*sizes, dtype=dtype, slot=slot)
+    held = plain.positions.at[:, 3:6].set(-1)
+    rows = [rounded_tokens(x, reach_of(x), cache_dtype) for x in plain[5:7]]
+    hidden_scales = jnp.where(held[..., None] < 0, jnp.nan, 1)
+    scales = tuple(row.scale[..., 0] * hidden_scales for row in rows)
+    operands = plain._replace(positions=held, scales=scales)
+    operands = operands._replace(keys=rows[0].values, values=rows[1].values)
+    scale = sizes[3] ** -0.5
+
+    @jax.jit
+    def reference():
+        q, *new = appended(plain._replace(keys=0 * plain.keys, values=0 * plain.values))
+        caches, floats = [], []
+        for row, own, alone in zip(rows, scales, new, strict=True):
+            one = alone[:, plain.slot]
+            one = rounded_tokens(one, reach_of(one), cache_dtype)
+            codes = row.values.at[:, plain.slot].set(one.values)
+            own = own.at[:, plain.slot].set(one.scale[..., 0])
+            caches.append((codes, own))
+            floats.append(codes.astype(jnp.float32) * jnp.nan_to_num(own)[..., None])
+        results = []
+        for values in (floats[1], jnp.abs(floats[1])):
+            options: dict[str, Any] = {"window": window, "scale": scale, "implementation": "xla"}
+            position = plain.position[:, None]
+            arrays = q.astype(jnp.float32), floats[0], values, position, held
+            results.append(attention.attend(*arrays, **options).reshape(plain.query.shape))
+        return caches, *results
+
+    (keys, values), want, size = reference()
+    got = jax.jit(functools.partial(native, window=window, scale=scale))(operands)
+    out, *cache = got
+    for one, other in zip(cache, (keys[0], values[0], keys[1], values[1]), strict=True):
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+    # Weights round to bfloat16, the result to `dtype`.
+    error = np.abs(np.asarray(out).astype(np.float64) - np.asarray(want))
+    worst = np.nan_to_num(error / ((2.2 * 2.0**-8 + 1e-4) * size + 1e-5), nan=np.inf).max()
+    assert worst <= 1, worst
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3"])
 def test_a_decoder_chooses_it(name):
     config = CONFIGS[name]
@@ -267,18 +322,26 @@ def test_a_decoder_chooses_it(name):
     one = jnp.zeros((2, 1), jnp.int32)
     program = jax.jit(lambda tokens, cache: decoder.forward(tokens, one, cache))
     text = program.lower(one, cache).as_text()
-    together = "attend" if name == "gemma3" else "decode_block"
-    assert call_names(text).count(together) == config.layers
+    together = {"gemma3": "attend", "qwen2": "decode_block"}.get(name, "decode_blocks")
+    assert call_names(text).count(together) == (1 if together == "decode_blocks" else config.layers)
     assert "quantized_block" not in call_names(text)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3", "olmo3", "granite"])
-def test_a_decoder_is_unaffected(name, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "cache_dtype"),
+    [
+        *((name, None) for name in ("llama", "qwen2", "qwen3", "gemma3", "olmo3", "granite")),
+        ("llama", jnp.int8),
+        ("gemma3", jnp.int8),
+        ("qwen3", jnp.float8_e4m3fn),
+    ],
+)
+def test_a_decoder_is_unaffected(name, cache_dtype, monkeypatch):
     """Logits of tokens processed one at a time."""
     config = (CONFIGS | PARTS)[name]
     if name in PARTS:
         config = config.replace(rope_size=None, rope_scaling=None, attention_softcap=None)
-    decoder = init(config, INT8, dtype=jnp.bfloat16).decoder
+    decoder = init(config, INT8, dtype=jnp.bfloat16, cache_dtype=cache_dtype).decoder
 
     def logits():
         @jax.jit
@@ -286,7 +349,7 @@ def test_a_decoder_is_unaffected(name, monkeypatch):
             x, cache = decoder.forward(token, position, cache)
             return decoder.logits(x), cache
 
-        cache, found = make_cache(config, 2, 256, jnp.bfloat16), []
+        cache, found = decoder.make_cache(2, 256), []
         for i in range(12):
             token, position = jnp.full((2, 1), 3 * i % config.vocabulary), jnp.full((2, 1), i)
             out, cache = step(token, position, cache)
@@ -299,6 +362,33 @@ def test_a_decoder_is_unaffected(name, monkeypatch):
     assert np.abs(ours - of_xla).max() < 0.05 * np.abs(of_xla).max()
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_blocks_in_one_call_give_the_bits_of_a_call_each(name, monkeypatch):
+    """Attention starts while the kernels of the block before run."""
+    config = CONFIGS[name].replace(layers=5)
+    decoder = init(config, INT8, dtype=jnp.bfloat16).decoder
+
+    def logits(calls):
+        @functools.partial(jax.jit, donate_argnums=2)
+        def step(token, position, cache):
+            x, cache = decoder.forward(token, position, cache)
+            return decoder.logits(x), cache
+
+        cache, found = make_cache(config, 3, 256, jnp.bfloat16), []
+        one = jnp.zeros((3, 1), jnp.int32)
+        text = step.lower(one, one, cache).as_text()
+        assert call_names(text).count("decode_block" if calls > 1 else "decode_blocks") == calls
+        for i in range(200):
+            token, position = jnp.full((3, 1), 3 * i % config.vocabulary), jnp.full((3, 1), i)
+            out, cache = step(token, position, cache)
+            found.append(out)
+        return np.stack(jax.device_get(found))
+
+    together = logits(1)
+    monkeypatch.setattr(block_steps, "together", lambda *_: 1)
+    assert together.tobytes() == logits(config.layers).tobytes()
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -308,7 +398,7 @@ def test_a_decoder_is_unaffected(name, monkeypatch):
             {"values": ((2, 63, 2, 32), "bfloat16")},
             r"values has shape \[2, 63, 2, 32\] but must be",
         ),
-        ({"key": ((2, 3, 32), "bfloat16")}, r"key has shape \[2, 3, 32\] but must be"),
+        ({"key": ((2, 3, 32), "bfloat16")}, r"key has shape \[2, 3, 32\] but must have"),
         ({"cos": ((2, 32), "float32")}, r"cos has shape \[2, 32\] but must be"),
         ({"sin": ((2, 16), "bfloat16")}, "sin is bf16 but must be f32"),
         ({"query_norm": ((31,), "float32")}, r"query_norm has shape \[31\] but must be"),
@@ -339,9 +429,11 @@ def test_invalid_statistics_raise(changes, message):
     options: dict[str, Any] = {"reach": 64, "window": None}
     options |= {name: changes[name] for name in changes.keys() & options.keys()}
     specs |= {name: changes[name] for name in changes.keys() & specs.keys()}
-    q, k, v, cos, sin, q_norm, k_norm, *rest = (
+    q, k, v, cos, sin, q_norm, k_norm, keys, values, *numbers = (
         jnp.zeros(shape, jnp.dtype(dtype)) for shape, dtype in specs.values()
     )
-    operands = Operands(q, k, v, (cos, sin), (q_norm, k_norm), *rest)
+    slot, position, positions = numbers
+    cache = keys, values, slot, position, positions
+    operands = Operands(q, k, v, (cos, sin), (q_norm, k_norm), *cache)
     with pytest.raises(jax.errors.JaxRuntimeError, match=rf"attend: {message}.*\."):
         jax.block_until_ready(native(operands, **options))

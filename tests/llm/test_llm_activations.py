@@ -191,11 +191,12 @@ def test_the_command_passes_the_dtype_on(name, monkeypatch):
     monkeypatch.setattr(command, "keep_programs", lambda: None)
     monkeypatch.setattr(command, "bench", lambda *_, **sizes: sys.exit())
     path = "llama3-8b" if name == "init" else "model.gguf"
-    flags = ["--lhs-qtype", "float8_e4m3fn", "--lhs-min-rows", "3"]
+    flags = ["--lhs-qtype", "float8_e4m3fn", "--lhs-min-rows", "3", "--cache-dtype", "int8"]
     with pytest.raises(SystemExit):
         main(["bench", path, *flags])
     assert [options["lhs_qtype"] for options in given] == ["float8_e4m3fn"]
     assert [options["lhs_min_rows"] for options in given] == [3]
+    assert [options["cache_dtype"] for options in given] == ["int8"]
 
 
 def test_the_command_raises_for_other_dtypes(capsys):

@@ -16,7 +16,8 @@ from jax import Array, export, lax
 import jaxlowbit as jl
 from jaxlowbit import Format, QuantizedActivations, QuantizedArray
 from jaxlowbit._backends import cuda_attend
-from jaxlowbit._composite.decode_block import decode_block
+from jaxlowbit._backends.cuda_calls import DecodeLayer
+from jaxlowbit._composite.decode_block import decode_layers
 from jaxlowbit._composite.normalized import normalized_matmuls, normalized_mlp
 
 
@@ -401,13 +402,8 @@ def attended_block(sizes: Attention, x: Maker) -> Case:
     following = x.vector(x.k), [x.weight(), x.weight(n=64)]
 
     def function(attention: Any, residual: Array, norm: Array, weights: Any, following: Any) -> Any:
-        out, gate_up, down = weights
-        return decode_block(
-            *(attention, residual, out, norm, gate_up, down),
-            attending=sizes.options,
-            following=following,
-            activation="silu",
-            epsilon=1e-5,
-        )
+        layer = DecodeLayer(attention, sizes.options, norm, following[0], (*weights, *following[1]))
+        caches, y, products = decode_layers([layer], residual, activation="silu", epsilon=1e-5)
+        return *caches[0], y, products
 
     return Case(function, (sizes.operands(x), x.lhs(), x.vector(x.k), weights, following))
