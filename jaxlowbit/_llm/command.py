@@ -156,7 +156,7 @@ def _add_model(parser: argparse.ArgumentParser, also: str = "") -> None:
     parser.add_argument("--lhs-qtype", choices=dtypes, help=inputs)
     fewer = "minimum number of tokens in a call for --lhs-qtype to apply"
     parser.add_argument("--lhs-min-rows", type=int, metavar="N", help=fewer)
-    cached = "dtype of cached keys and values, with a scale per token and head (that of --dtype)"
+    cached = "dtype of cached keys and values, with a scale per token and head (as --dtype)"
     parser.add_argument("--cache-dtype", choices=dtypes, help=cached)
     devices = "number of devices to divide the model over (%(default)s)"
     parser.add_argument("--devices", type=int, default=1, metavar="N", help=devices)
@@ -169,10 +169,7 @@ def _add_adapter(parser: argparse.ArgumentParser) -> None:
 
 def add_rounding(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `calibration_of`, and `--quantizer`."""
-    rounds = (
-        f"method of rounding: {', '.join(QUANTIZERS)}, or two such as awq+gptq (absmax, and mse "
-        "below 4 bits)"
-    )
+    rounds = f"method of rounding: {', '.join(QUANTIZERS)}, or two such as awq+gptq (absmax)"
     parser.add_argument("--quantizer", "--method", metavar="NAME", help=rounds)
     calibration = "a text file with inputs for gptq, awq, smoothquant and distill"
     parser.add_argument("--calibration", metavar="FILE", help=calibration)

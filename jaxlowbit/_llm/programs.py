@@ -194,8 +194,9 @@ def _room(
     if kept.slots < slots or batch > 1:
         # If each prompt has several sequences, their caches are copies of the prompt's cache.
         sequences = batch if n == 1 else batch + len(prompts)
-        every = nbytes(config, sequences, slots, model.decoder.cache_dtype)
-        cache_bytes = every // model.decoder.parts
+        cache_bytes = (
+            nbytes(config, sequences, slots, model.decoder.cache_dtype) // model.decoder.parts
+        )
         needed = cache_bytes + 3 * 4 * batch * config.vocabulary
         memory.check(caller, needed, f"a batch of {batch} with {slots} slots")
     return start, slots
