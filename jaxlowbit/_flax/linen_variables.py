@@ -63,7 +63,7 @@ def quantized(
     value = value_of(weight)
     kernel, factor = quantize_weight(value, packing.format, equation.matrix, packing.shards)
     if not isinstance(weight, meta.Partitioned):
-        return kernel, _variables(kernel, factor)
+        return kernel, variables_of(kernel, factor)
     sharding = _sharding(weight, value, equation)
     kernel, specs = sharding.divide(kernel)
     names: dict[str, Entries] = {name: tuple(getattr(specs, name) or ()) for name in ARRAYS}
@@ -74,11 +74,11 @@ def quantized(
         names[FACTOR] = tuple(spec)
     return kernel, {
         name: weight.replace(value=array, names=names[name]) if names.get(name) else array
-        for name, array in _variables(kernel, factor).items()
+        for name, array in variables_of(kernel, factor).items()
     }
 
 
-def _variables(array: QuantizedArray, factor: Any) -> dict[str, Any]:
+def variables_of(array: QuantizedArray, factor: Any = None) -> dict[str, Any]:
     """The variables of a matrix (..., k, n) in the collection."""
     variables = {name: getattr(array, name) for name in ARRAYS}
     variables |= {PADDING: _padding(array), FACTOR: factor}

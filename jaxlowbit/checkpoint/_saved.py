@@ -397,7 +397,7 @@ class Transfers:
     XLA stages each in pinned host memory, which it would otherwise allocate for all of them.
     """
 
-    MAX_BYTES = 2**29
+    MAX_BYTES: int = 2**29
 
     def __init__(self) -> None:
         self._waiting: collections.deque[tuple[Any, int]] = collections.deque()

@@ -285,7 +285,7 @@ def test_every_instance_has_one_name():
             tile = re.search(r"ZeroKind::\w+, \d, (\d+)", expression) if family == "sm90" else None
             between = tile is not None and int(tile[1]) >= 7
             plain = bits == 4 and types[0] == "bfloat16" and zero == "none"
-            narrow = "8" in types[1]
+            narrow = "8" in types[1] or types[1] == "two_level"
             integers = codebook == "none" and not narrow
             floats = types[0] in ("bfloat16", "float16")
             held = floats and integers and bits in ffi.KERNEL_BITS
