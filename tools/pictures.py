@@ -114,6 +114,7 @@ def quantizers() -> Drawing:
         y_label="perplexity over that of the file (lower is better)",
     )
     colors = dict(zip(("absmax", "hqq", "awq", "gptq", "awq+gptq"), _COLORS, strict=True))
+    colors["awq+distill"] = "ink"
     above = []
     for name, found in points.items():
         format, _, quantizer = name.partition("/")
