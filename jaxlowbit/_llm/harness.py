@@ -148,8 +148,9 @@ class _Requests:
     def _score(self, context: str, continuation: str) -> tuple[float, bool]:
         # The joined text is encoded; spaces between context and continuation are scored.
         before = self._encoded(context.rstrip())
-        whole = self._encoded(context + continuation)
-        if not context.strip():
+        if context.strip():
+            whole = self._encoded(context + continuation)
+        else:
             tokenizer: Any = self.model.tokenizer
             whole = [*before, *tokenizer.encode(context + continuation, bos=False)]
         count = max(len(whole) - len(before), 1)
