@@ -113,8 +113,8 @@ def quantizers() -> Drawing:
         x_label="bits per weight of the blocks, with scales",
         y_label="perplexity over that of the file (lower is better)",
     )
-    colors = dict(zip(("absmax", "hqq", "awq", "gptq", "awq+gptq"), _COLORS, strict=True))
-    colors["awq+distill"] = "ink"
+    quantizers = ("absmax", "hqq", "awq", "gptq", "awq+gptq", "awq+distill")
+    colors = dict(zip(quantizers, (*_COLORS, "ink"), strict=True))
     above = []
     for name, found in points.items():
         format, _, quantizer = name.partition("/")

@@ -284,12 +284,24 @@ def _blocks(sizes: Array, offset: Array, m: int, experts: int) -> _Blocks:
     return _Blocks(rows, expert, lasts[-1], place)
 
 
-def _bounds(sizes: Array, offset: Array, m: int, experts: int) -> Array:
-    """The first row of each expert, and the end of the last one: int32 (experts + 1,)."""
+def ends_of_groups(sizes: Array, m: int) -> Array:
+    """The end of the rows of each group, int32 (groups,), for any sizes."""
     sizes = jnp.clip(sizes, 0, m)
     # The sum of wrong sizes may leave int32, but rows are fewer than 2^30.
     beyond = jnp.cumsum(sizes.astype(jnp.float32)) > 2.0**30
-    ends = jnp.where(beyond, m, jnp.minimum(jnp.cumsum(sizes, dtype=jnp.int32), m))
+    return jnp.where(beyond, m, jnp.minimum(jnp.cumsum(sizes, dtype=jnp.int32), m))
+
+
+def groups_of_rows(sizes: Array, m: int) -> Array:
+    """The group of each row, int32 (m,); the last one for rows behind all groups."""
+    rows = jnp.arange(m, dtype=jnp.int32)
+    found = jnp.searchsorted(ends_of_groups(sizes, m), rows, side="right")
+    return jnp.minimum(found, len(sizes) - 1).astype(jnp.int32)
+
+
+def _bounds(sizes: Array, offset: Array, m: int, experts: int) -> Array:
+    """The first row of each expert, and the end of the last one: int32 (experts + 1,)."""
+    ends = ends_of_groups(sizes, m)
     # Groups before the first and behind the last one are empty.
     ends = jnp.pad(jnp.pad(ends, (experts + 1, 0)), (0, experts), mode="edge")
     start = jnp.clip(offset, -experts, sizes.shape[0]) + experts

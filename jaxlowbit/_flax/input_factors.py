@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from .._composite.ragged_dot import quantized_ragged_dot
+from .._composite.ragged_dot import groups_of_rows, quantized_ragged_dot
 from .._core.array import QuantizedArray
 from .._core.columns import take_columns
 from .._core.smoothing import divided
@@ -41,12 +41,6 @@ def multiply_groups(
         group = groups_of_rows(sizes, len(lhs))
         lhs = divided(lhs, factor[group]).astype(lhs.dtype)
     return quantized_ragged_dot(lhs, kernel, sizes, **options)
-
-
-def groups_of_rows(sizes: Array, rows: int) -> Array:
-    """The group of each row, int32 (rows,); the last one for rows after all groups."""
-    numbers = jnp.arange(len(sizes), dtype=jnp.int32)
-    return jnp.repeat(numbers, sizes, total_repeat_length=rows)
 
 
 def lookup(table: QuantizedArray, tokens: Array, dtype: Any, factor: Array | None = None) -> Array:

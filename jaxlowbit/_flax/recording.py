@@ -16,9 +16,9 @@ from jax import Array, lax
 from jax.core import Tracer
 from jax.experimental import io_callback
 
+from .._composite.ragged_dot import ends_of_groups, groups_of_rows
 from ..quantizers import Statistics
 from .equation import Equation
-from .input_factors import groups_of_rows
 from .weight_view import WeightUseError, WeightView
 
 
@@ -179,7 +179,8 @@ def _statistics(rows: Array, full: bool) -> Statistics:
 def _group_statistics(rows: Array, sizes: Array, full: bool) -> Statistics:
     """The statistics (groups,) of rows (m, k), whose groups follow one another."""
     values, count = rows.astype(jnp.float32), len(sizes)
-    ends = jnp.cumsum(sizes)
+    ends = ends_of_groups(sizes, len(values))
+    sizes = jnp.diff(ends, prepend=0)
     inside = (jnp.arange(len(values)) < ends[-1])[:, None]
     values = jnp.where(inside, values, 0)
     group = groups_of_rows(sizes, len(values))

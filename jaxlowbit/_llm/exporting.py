@@ -161,7 +161,7 @@ def _numbered(ours: str, names: Mapping[str, str]) -> str:
 
 
 def _joined(weights: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """The weights by our names, with one matrix for those that files of the architecture fuse.
+    """Joins matrices that files of the architecture fuse; names are ours.
 
     **Raises:** `ValueError` for parts that cannot be one matrix.
     """

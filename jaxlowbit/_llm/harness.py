@@ -146,10 +146,11 @@ class _Requests:
         return [tokenizer.bos if tokenizer.bos is not None else tokenizer.eos[0]]
 
     def _score(self, context: str, continuation: str) -> tuple[float, bool]:
-        # The tokens are those of the joined text; spaces in between belong to the continuation.
+        # The joined text is encoded; spaces between context and continuation are scored.
         before = self._encoded(context.rstrip())
-        whole = self._encoded(context + continuation)
-        if not context.strip():
+        if context.strip():
+            whole = self._encoded(context + continuation)
+        else:
             tokenizer: Any = self.model.tokenizer
             whole = [*before, *tokenizer.encode(context + continuation, bos=False)]
         count = max(len(whole) - len(before), 1)

@@ -93,7 +93,7 @@ def _sharding_rule(problem: Problem, mesh: Any, operands: Any, results: Any) -> 
 
 
 class _Division(NamedTuple):
-    """The mesh axes that shard a product, and what is whole on each device."""
+    """How a mesh shards a product: axes of rows, stack, n and k, and sizes of a shard."""
 
     problem: Problem
     mesh: Any

@@ -7,9 +7,9 @@ Weight Rounding via Signed Gradient Descent for the Quantization of LLMs", 2023)
 position between the numbers of its format, and rounding passes gradients on unchanged. The
 optimizer is Adam (Kingma and Ba, 2014), with linearly smaller steps.
 
-The outputs are those of a block of a language model (`jaxlowbit.llm`): its inputs come from the
-quantized blocks before it, and the wanted outputs from the float model. For other models they are
-the products of one layer, whose errors follow from the second moments of its inputs. Results that
+A language model (`jaxlowbit.llm`) learns block by block: inputs come from the quantized blocks
+before, wanted outputs from the float model. Other models learn layer by layer: the error of the
+products of a layer follows from the second moments of its inputs. Results that
 do not lower the error are dropped, so no block is worse than after GPTQ.
 
 8-bit scales and scales of two levels stay as they are.

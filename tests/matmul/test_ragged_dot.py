@@ -250,6 +250,19 @@ def test_invalid_group_sizes_are_clamped(sizes):
     assert_close(ragged(sizes=np.array(sizes, np.int32)), exact(sizes=sizes))
 
 
+@pytest.mark.parametrize(
+    ("sizes", "groups"),
+    [
+        ([2, -5, 3, 100], [0, 0, 2, 2, 2, 3]),
+        ([1, 0, 1], [0, 2, 2, 2, 2, 2]),
+        ([2**31 - 1] * 2, [0] * 6),
+    ],
+)
+def test_groups_of_rows_of_invalid_sizes(sizes, groups):
+    found = ragged_dot.groups_of_rows(jnp.asarray(sizes, jnp.int32), 6)
+    assert found.dtype == jnp.int32 and found.tolist() == groups
+
+
 def test_group_sizes_of_any_integer_dtype():
     for sizes in (
         [3, 0, 5, 1],

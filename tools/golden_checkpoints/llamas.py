@@ -77,6 +77,16 @@ def finish(folder: Any, values: torch.Tensor) -> None:
     print(folder, sum(file.stat().st_size for file in folder.iterdir()), "bytes")
 
 
+def dequantize(found: Any, bnb: Any) -> None:
+    """Replaces the 4-bit layers of bitsandbytes, whose kernel for CPUs rounds to bfloat16."""
+    for key, module in list(found.named_modules()):
+        if isinstance(module, bnb.nn.Linear4bit):
+            floats = torch.nn.Linear(module.in_features, module.out_features, bias=False)
+            weight = bnb.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
+            floats.weight = torch.nn.Parameter(weight)
+            found.set_submodule(key, floats)
+
+
 def gptq(packer: Any) -> None:
     """By AutoGPTQ's packer, in an order by activation of each matrix."""
     found, tensors = model(), {}

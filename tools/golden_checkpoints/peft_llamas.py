@@ -11,7 +11,7 @@ import shutil
 import bitsandbytes as bnb
 import torch
 from checkpoints import DATA, load_module
-from llamas import finish, logits
+from llamas import dequantize, finish, logits
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -33,12 +33,7 @@ def save(model, name, expected, **options):
 
 def llama():
     found = AutoModelForCausalLM.from_pretrained(DATA / "llama_nf4", dtype=torch.float32).eval()
-    for key, module in list(found.named_modules()):
-        if isinstance(module, bnb.nn.Linear4bit):  # its kernel for CPUs rounds to bfloat16
-            floats = torch.nn.Linear(module.in_features, module.out_features, bias=False)
-            weight = bnb.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
-            floats.weight = torch.nn.Parameter(weight)
-            found.set_submodule(key, floats)
+    dequantize(found, bnb)
     targets = ["q_proj", "k_proj", "o_proj", "gate_proj", "down_proj"]
     patterns = {"rank_pattern": {"k_proj": 2}, "alpha_pattern": {"layers.0.mlp.down_proj": 3}}
     save(

@@ -12,7 +12,7 @@ from typing import Any
 import bitsandbytes as bnb
 import torch
 from checkpoints import DATA
-from llamas import finish, logits, model
+from llamas import dequantize, finish, logits, model
 from torchao.quantization import Int8WeightOnlyConfig
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
@@ -28,12 +28,7 @@ def quantized(name: str, config: Any) -> None:
     (folder / "generation_config.json").unlink(missing_ok=True)
     values = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(values, indent=1) + "\n")
-    for key, module in list(found.named_modules()):
-        if isinstance(module, bnb.nn.Linear4bit):  # its kernel for CPUs rounds to bfloat16
-            floats = torch.nn.Linear(module.in_features, module.out_features, bias=False)
-            weight = bnb.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
-            floats.weight = torch.nn.Parameter(weight)
-            found.set_submodule(key, floats)
+    dequantize(found, bnb)
     finish(folder, logits(found))
 
 
