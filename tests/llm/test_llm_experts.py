@@ -140,6 +140,15 @@ def test_ties_select_the_first_expert():
     np.testing.assert_allclose(weight, 1 / 2)
 
 
+def test_routers_of_any_dtype():
+    x = jax.random.normal(jax.random.key(0), (1, 5, QWEN3.width))
+    router = jax.random.normal(jax.random.key(1), (QWEN3.width, 8), jnp.bfloat16)
+    bias = jax.random.normal(jax.random.key(2), (8,), jnp.bfloat16)
+    found = experts.route(QWEN3, x, router, bias)
+    want = experts.route(QWEN3, x, router.astype(jnp.float32), bias.astype(jnp.float32))
+    jax.tree.map(np.testing.assert_array_equal, found, want)
+
+
 # --- files ----------------------------------------------------------------------------------------
 
 
