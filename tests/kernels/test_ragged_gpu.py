@@ -70,9 +70,9 @@ def product(pairs: bool, out_dtype: Any = None):
 
 @pytest.mark.parametrize("pairs", [False, True])
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("name", FORMATS)
-def test_products(name, rows, pairs):
-    format, k = FORMATS[name]
+@pytest.mark.parametrize("case", FORMATS)
+def test_products(case, rows, pairs):
+    format, k = FORMATS[case]
     stack = (2, EXPERTS) if pairs else (EXPERTS,)
     rhs = quantize(normal(*stack, k, N, seed=1), format)
     lhs, bias = normal(rows, k, seed=2), normal(*stack, N, seed=3)
