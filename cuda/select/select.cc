@@ -173,16 +173,8 @@ Choice SelectRagged(const QuantizedMatmul& problem, const Device& device) {
     return left.block_m < right.block_m;
   });
   for (const Choice& choice : choices) {
-    // A small height of a large tile leaves most of an SM idle.
-    const bool is_large = choice.block_m > 64 && choice.block_m * problem.experts() > 2 * problem.m;
-    if (choice.peers > 1 || choice.split_k > 1 || is_large) continue;
-    // Below about 50 rows, a tile costs what its weights cost.
-    constexpr int kWeightRows = 50;
-    const auto part = [&](int rows) {
-      return static_cast<double>(std::max(kWeightRows, sm90::Height(rows, choice.block_m))) /
-             std::max(kWeightRows, choice.block_m);
-    };
-    const QuantizedMatmul blocks = BlocksOf(problem, choice.block_m, part);
+    if (choice.peers > 1 || choice.split_k > 1) continue;
+    const QuantizedMatmul blocks = BlocksOf(problem, choice.block_m);
     if (Supports(choice, blocks, device, 0)) consider(choice, Cost(blocks, device, choice));
   }
   if (std::isfinite(min_cost)) return best;

@@ -137,9 +137,9 @@ int64_t OutTiles(const QuantizedMatmul& problem) {
 }
 
 int SharedBytesOf(const QuantizedMatmul& problem, int block_m) {
-  const int ring =
-      SharedBytes(block_m, problem.bits, problem.group_size, static_cast<int>(problem.scale_bytes()),
-                  static_cast<int>(problem.zero_bytes()), problem.transposed);
+  const int ring = SharedBytes(block_m, problem.bits, problem.group_size,
+                               static_cast<int>(problem.scale_bytes()),
+                               static_cast<int>(problem.zero_bytes()), problem.transposed);
   return problem.is_ragged() ? std::max(ring, GroupTableBytes(problem)) : ring;
 }
 

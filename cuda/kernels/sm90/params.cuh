@@ -105,7 +105,7 @@ struct Params {
   int lhs_rows;  // rows per load: of a tile, or of a peer's part of it
   // Rows of the last tile of a batch element, or a peer's part, in multiples of 8; 0: same as other tiles. The last
   // tile has separate loads, since TMA is slower for rows out of bounds. Rows beyond are undefined in shared memory,
-  // and their accumulators are not stored. Ragged: the small height of a tile (plan.h).
+  // and their accumulators are not stored.
   int last_rows;
   // Whether one load covers all atoms of a stage: k is a multiple of 64, and there are no peers.
   bool lhs_in_atoms;
@@ -139,12 +139,6 @@ struct Tile {
   int batch, strip, m0;
   int end;  // ragged: the end of the group's rows
 };
-
-// The rows that are loaded and multiplied for a tile of a RaggedInstance.
-template <class I>
-__device__ inline int HeightOf(const Tile& tile) {
-  return Height(tile.end - tile.m0, I::kM);
-}
 
 __device__ inline Batched<int> ScheduleOf(const Params& p) { return {p.m, p.epilogue.gated}; }
 

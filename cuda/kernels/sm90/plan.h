@@ -73,15 +73,6 @@ inline constexpr int kStoreBuffers = 4;
 // Store buffers for results. With an epilogue, the others contain accumulators.
 inline constexpr int kResultBuffers = 2;
 
-// Ragged: a tile of fewer rows, usually the last one of a group, has a smaller height. A third height would take more
-// registers.
-JAXLOWBIT_HOST_DEVICE constexpr int SmallHeight(int m) {
-  return m % 64 == 0 ? m / 4 : m % 32 == 0 ? m / 2 : m;
-}
-JAXLOWBIT_HOST_DEVICE constexpr int Height(int rows, int m) {
-  return rows <= SmallHeight(m) ? SmallHeight(m) : m;
-}
-
 // The largest multiple of kStoreStep up to `max_rows` that divides `rows`.
 constexpr int LargestStoreRows(int rows, int max_rows) {
   while (max_rows > kStoreStep && (rows % max_rows != 0 || max_rows % kStoreStep != 0)) --max_rows;
