@@ -107,12 +107,6 @@ __device__ void StoreSizes(const GroupChoices& p, int own, const Order& order) {
   }
 }
 
-__device__ void PrefetchToL2(const char* data, uint32_t bytes) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;\n" ::"l"(data), "r"(bytes) : "memory");
-#endif
-}
-
 // Prefetches a share of the memory of the expert of a choice.
 __device__ void PrefetchExpert(const GroupChoices& p, int choice, int share, int shares) {
   const int own = LocalExperts(p).Position(p.expert[choice]);

@@ -47,6 +47,15 @@ class StageFiller {
     }
   }
 
+  // Starts loading all scales of a tile to L2: the consumers check them before they multiply (TileMultiplier).
+  __device__ void PrefetchScales(const Tile& tile) const {
+    const int bytes = p_.groups * static_cast<int>(kAtom * sizeof(typename I::S));
+    const int strips = min(I::kCtaStrips, p_.strips - tile.strip);
+    for (int s = 0; s < strips; ++s) {
+      PrefetchToL2(static_cast<const char*>(p_.scale) + StripOf<I>(p_, tile, s) * bytes, bytes);
+    }
+  }
+
  private:
   struct Stage {
     int atom, group;                // the first

@@ -193,6 +193,20 @@ struct Memory {
   __device__ uint32_t scales(const Plan& plan, int slot) const {
     return base + plan.scales + slot * plan.scales_bytes;
   }
+  // Ragged: tile `number` of this CTA, which the producer stores before it loads the first stage.
+  __device__ void StoreTile(int number, const Tile& tile) const {
+    const auto word = [](int value) { return static_cast<uint32_t>(value); };
+    StoreShared16(TileRecord(number),
+                  make_uint4(word(tile.batch), word(tile.strip), word(tile.m0), word(tile.end)));
+  }
+  __device__ Tile LoadTile(int number) const {
+    const auto value = [](uint32_t word) { return static_cast<int>(word); };
+    const uint4 tile = LoadShared16(TileRecord(number));
+    return {value(tile.x), value(tile.y), value(tile.z), value(tile.w)};
+  }
+  __device__ uint32_t TileRecord(int number) const {
+    return base + kBarriersBytes + number % kTileRecords * kTileRecordBytes;
+  }
   // The table of a RaggedInstance.
   __device__ RaggedTable groups(const Plan& plan) const {
     return RaggedTable(scales(plan, plan.num_stages));
@@ -202,7 +216,7 @@ struct Memory {
 template <class I>
 __device__ inline int NumTasks(const Params& p, Memory memory) {
   if constexpr (!I::kRagged) return p.num_tasks;
-  return memory.groups(p.plan).NumTiles(p.ragged);
+  return memory.groups(p.plan).NumProducts(p.ragged);
 }
 
 // The work item of a CTA: a tile, or a part of a tail tile along k.
@@ -212,17 +226,17 @@ struct Task {
   int atom_begin, atom_end;  // along k
 };
 
-template <class I>
-__device__ inline Task RaggedTaskOf(const Params& p, Memory memory, int number) {
-  const RaggedTile tile = memory.groups(p.plan).Find(p.ragged, number);
-  const int k_blocks = tile.expert < 0 ? 0 : p.k_blocks;
-  return {{tile.expert, tile.column * I::kCtaStrips, tile.first, tile.end}, -1, 0, k_blocks};
+__device__ inline Task WholeTile(const Params& p, const Tile& tile) {
+  return {tile, -1, 0, p.k_blocks};
 }
 
 // The task of one peer of a cluster.
 template <class I>
 __device__ inline Task TaskOf(const Params& p, Memory memory, int number, int rank) {
-  if constexpr (I::kRagged) return RaggedTaskOf<I>(p, memory, number);
+  if constexpr (I::kRagged) {
+    const RaggedTile tile = memory.groups(p.plan).Find(p.ragged, number);
+    return WholeTile(p, {tile.expert, tile.column * I::kCtaStrips, tile.first, tile.end});
+  }
   Task task;
   int tile = number, begin = 0, end = p.plan.stages;
   task.partial = -1;

@@ -69,6 +69,9 @@ inline constexpr int kMaxStages = 8;
 inline constexpr int kTmaAlignment = 1024;  // of a swizzled tensor-map tile in shared memory
 inline constexpr int kTmaTarget = 128;      // of other TMA loads
 inline constexpr int kBarriersBytes = 256;
+// Ragged: the producer passes tiles on to the consumers. It is at most a ring of stages ahead of them.
+inline constexpr int kTileRecords = kMaxStages + 2, kTileRecordBytes = 16;
+static_assert(kBarriersBytes + kTileRecords * kTileRecordBytes <= kTmaAlignment);
 inline constexpr int kStoreBuffers = 4;
 // Store buffers for results. With an epilogue, the others contain accumulators.
 inline constexpr int kResultBuffers = 2;

@@ -162,7 +162,8 @@ __device__ void Consume(const Params& p, const Share& share, Memory memory) {
 template <class I>
 __device__ void FillRagged(const Params& p, Memory memory, const RaggedTable& groups, int turn,
                            int first, int clusters, int num_products) {
-  constexpr int kBarrier = 2, kBoth = 2 * 32;  // named barriers: the other producer has loaded a tile
+  constexpr int kBarrier = 2,
+                kBoth = 2 * 32;  // named barriers: the other producer has loaded a tile
   RingCursor cursor = {0, 1};
   int tile = turn, number = first + turn * clusters;
   for (; number < num_products; number += 2 * clusters, tile += 2) {
@@ -222,7 +223,7 @@ __device__ void MultiplyRagged(const Params& p, Memory memory) {
   LaunchDependents();
   const int first = static_cast<int>(blockIdx.x) >> p.plan.cluster_shift;
   const int clusters = static_cast<int>(gridDim.x) >> p.plan.cluster_shift;
-  const int num_products = groups.Totals().blocks * p.ragged.columns.divisor;
+  const int num_products = groups.NumProducts(p.ragged);
   if (warp >= kWarps) {
     FillRagged<I>(p, memory, groups, warp - kWarps, first, clusters, num_products);
     WaitForArrivals();
