@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <climits>
 
+#include "cuda/device/bulk.cuh"
 #include "cuda/device/pdl.cuh"
 #include "cuda/extents.h"
 #include "cuda/kernels/launch_config.h"
