@@ -108,9 +108,16 @@ def quantize(
         start, rates = matrix.start(settings)
         return learned(start, rates, loss, total, settings.steps)[0]
 
-    moments = gptq.moments_of(groups, found)
+    moments = _of_unit(gptq.moments_of(groups, found))
     parameters = gptq.mapped(of_matrix, groups.values.ndim - 3, relaxed, moments)
     return Matrix(groups, relaxed).pack(parameters)
+
+
+def _of_unit(moments: Array) -> Array:
+    """Moments (..., rows, rows) times a power of two, the largest below 1: squares of gradients
+    neither overflow nor vanish."""
+    _, exponent = jnp.frexp(jnp.max(moments, axis=(-2, -1), keepdims=True))
+    return jnp.ldexp(moments, -exponent)
 
 
 class Relaxed(NamedTuple):
