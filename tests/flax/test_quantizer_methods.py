@@ -1,5 +1,9 @@
-"""Every quantizer on NNX and Linen models, on foreign layers, on meshes, and after interruptions."""
+"""Every quantizer: NNX and Linen models, foreign layers, meshes, interruptions, unusual weights and
+inputs. The methods come from the registry, so a new one is tested too."""
 
+import dataclasses
+import functools
+import warnings
 from typing import Any
 
 import jax
@@ -11,9 +15,12 @@ from flax import nnx
 
 from jaxlowbit import linen as jl_linen
 from jaxlowbit import nnx as jl_nnx
-from jaxlowbit.quantizers import Calibration, _registry
+from jaxlowbit import quantize
+from jaxlowbit._core.format import as_format
+from jaxlowbit.quantizers import Calibration, Statistics, _registry
+from jaxlowbit.quantizers._calibration import with_identity
 
-WIDTH, FORMAT = 128, "int3-g32"
+WIDTH, GROUP, FORMAT = 128, 32, "int3-g32-float"
 RNG = np.random.default_rng(0)
 SIZES = np.exp(RNG.normal(size=WIDTH))
 BATCHES = [jnp.asarray(RNG.normal(size=(80, WIDTH)) * SIZES, jnp.float32) for _ in range(2)]
@@ -22,7 +29,6 @@ WEIGHTS = {
     for name in ("first", "second", "last")
 }
 CALIBRATED = [name for name in _registry.NAMES if _registry.statistics_of(name)]
-REQUIRING = [name for name in CALIBRATED if name != "mse"]
 
 
 class Foreign(nnx.Module):
@@ -64,9 +70,11 @@ class LinenModel(nn.Module):
     foreign: bool = False
 
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x, depth=3):
         if not self.foreign:
             x = nn.relu(nn.Dense(WIDTH, name="first")(x))
+            if depth == 1:
+                return x
             x = nn.Dense(WIDTH, name="second")(x)
         else:
             x = nn.relu(ForeignLinen(name="first")(x))
@@ -75,7 +83,9 @@ class LinenModel(nn.Module):
 
 
 def variables(foreign: bool = False) -> Any:
-    params: Any = {name: {"kernel": kernel, "bias": jnp.zeros(WIDTH)} for name, kernel in WEIGHTS.items()}
+    params: Any = {
+        name: {"kernel": kernel, "bias": jnp.zeros(WIDTH)} for name, kernel in WEIGHTS.items()
+    }
     if foreign:
         params |= {"first": {"weight": WEIGHTS["first"].T}, "second": WEIGHTS["second"]}
     return {"params": params}
@@ -113,7 +123,7 @@ def words(model: Any) -> dict[str, np.ndarray]:
     for name in WEIGHTS:
         if isinstance(model, nnx.Module):
             layer: Any = getattr(model, name)
-            arrays = {leaf: getattr(layer.kernel, leaf) for leaf in ("packed", "scale")}
+            arrays = {leaf: getattr(layer.kernel, leaf) for leaf in ("packed", "scale", "zero")}
             factor = getattr(layer, "lhs_factor", None)
             arrays |= {} if factor is None else {"lhs_factor": factor[...]}
         else:
@@ -121,6 +131,11 @@ def words(model: Any) -> dict[str, np.ndarray]:
             arrays = {k: x for k, x in held.get("weight", held).items() if k != "version"}
         found |= {f"{name}.{leaf}": np.asarray(x) for leaf, x in arrays.items()}
     return found
+
+
+@functools.cache
+def of_one_device(method):
+    return words(nnx_quantized(method))
 
 
 def assert_same(found, wanted):
@@ -132,51 +147,42 @@ def assert_same(found, wanted):
 @pytest.mark.parametrize("method", _registry.NAMES)
 def test_packages_and_hooks_agree(method):
     """Linen models and layers of other packages get the words of the NNX model."""
-    model, (module, held) = nnx_quantized(method), linen_quantized(method)
-    wanted = words(model)
-    for found in ((module, held), nnx_quantized(method, True), linen_quantized(method, True)):
-        assert_same(words(found), wanted)
-    exact, rounded = Model()(BATCHES[0]), nnx_quantized("absmax")(BATCHES[0])
-    error = jnp.linalg.norm(model(BATCHES[0]) - exact) / jnp.linalg.norm(rounded - exact)
-    print(method, error)
-    np.testing.assert_allclose(module.apply(held, BATCHES[0]), model(BATCHES[0]), atol=1e-5)
+    for found in (
+        linen_quantized(method),
+        nnx_quantized(method, foreign=True),
+        linen_quantized(method, foreign=True),
+    ):
+        assert_same(words(found), of_one_device(method))
 
 
-class Interrupted(Exception):
+class InterruptedRunError(Exception):
     pass
 
 
 def counting(limit):
-    """Runs batches of models, and raises in a call; with the number of calls."""
+    """A function that runs a batch, and raises in the call of this number; and the calls."""
     calls = []
 
-    def apply(*args):
-        calls.append(1)
+    def apply(model, held, batch):
+        calls.append(batch)
         if len(calls) == limit:
-            raise Interrupted
-        model, *given = args
-        return model.apply(*given) if len(given) == 2 else model(*given)
+            raise InterruptedRunError
+        return model.apply(held, batch)
 
     return apply, calls
 
 
-@pytest.mark.parametrize("package", ["nnx", "linen"])
 @pytest.mark.parametrize("method", CALIBRATED)
-def test_interrupted_calibrations_resume(method, package, tmp_path):
-    """An interruption in the second of three layers: two are left."""
-    run = nnx_quantized if package == "nnx" else linen_quantized
-    wanted = words(run(method))
-    for limit, count in ((5, 5), (None, 5)):
-        apply, calls = counting(limit)
-        calibration = Calibration(BATCHES, apply=apply, folder=tmp_path)
-        try:
-            found = run(method, calibration=calibration)
-        except Interrupted:
-            assert limit
-            continue
-        finally:
-            assert len(calls) == count
-        assert_same(words(found), wanted)
+def test_interrupted_calibrations_of_linen_resume(method, tmp_path):
+    """A run stops in the second of three layers, and the next one calibrates the two that are left:
+    one call finds the order, and each layer takes two."""
+    apply, calls = counting(limit=5)
+    with pytest.raises(InterruptedRunError):
+        linen_quantized(method, calibration=Calibration(BATCHES, apply=apply, folder=tmp_path))
+    apply, calls = counting(limit=None)
+    found = linen_quantized(method, calibration=Calibration(BATCHES, apply=apply, folder=tmp_path))
+    assert len(calls) == 5
+    assert_same(words(found), of_one_device(method))
 
 
 SPEC = jax.P("a", "b")
@@ -218,16 +224,154 @@ def arrays_on(mesh: Any, package: str, method: str) -> Any:
     return nnx.to_pure_dict(nnx.state(model.first))
 
 
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("method", _registry.NAMES)
-def test_words_on_a_mesh_are_those_of_one_device(method, kind):
+def test_words_on_a_mesh_are_those_of_one_device(method):
     """Four devices have a quarter of the weight each."""
-    types = (getattr(jax.sharding.AxisType, kind),) * 2
-    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=types, devices=jax.devices("cpu")[:4])
-    wanted = {name: x for name, x in words(nnx_quantized(method)).items() if "first" in name}
-    for package in ("nnx", "linen"):
+    wanted = {name: x for name, x in of_one_device(method).items() if "first" in name}
+    for package, kind in (("nnx", "Auto"), ("linen", "Explicit"))[: 1 + (method == "smoothquant")]:
+        types = (getattr(jax.sharding.AxisType, kind),) * 2
+        mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=types, devices=jax.devices("cpu")[:4])
         with jax.set_mesh(mesh):
             found = arrays_on(mesh, package, method)
         assert found["packed"].sharding.spec == jax.P("b", "a", None)
         arrays = {f"first.{name}": np.asarray(x) for name, x in found.items() if name != "version"}
         assert_same(arrays, wanted)
+
+
+def refuses(message):
+    return pytest.raises(ValueError, match=f"(?s)quantize_model: .*{message}")
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+@pytest.mark.parametrize("method", _registry.NAMES)
+def test_weights_that_are_not_finite(method, value, monkeypatch):
+    bad = WEIGHTS["second"].at[3, 5].set(value)
+    monkeypatch.setitem(WEIGHTS, "second", bad)
+    message = r"in second: weight has 1 values that are NaN or infinite, the first at \(3, 5\)"
+    model: Any = Model()
+    with refuses(message):
+        jl_nnx.quantize_model(model, FORMAT, **options(method))
+    assert type(model.first) is nnx.Linear  # no layer has changed
+    with refuses(message):
+        linen_quantized(method, foreign=True)
+
+
+@pytest.mark.parametrize("method", CALIBRATED)
+def test_inputs_that_are_not_finite(method):
+    for run, value, message in (
+        (nnx_quantized, np.nan, "are NaN or infinite; leave"),
+        (linen_quantized, np.inf, "are NaN or infinite; leave"),
+        (linen_quantized, 1e20, r"reach 1e\+20, and their squares overflow float32"),
+    ):
+        with refuses(f"the inputs of first in the calibration {message}"):
+            run(method, calibration=[BATCHES[0], BATCHES[1].at[7, 9].set(value)])
+
+
+@pytest.mark.parametrize("method", CALIBRATED)
+def test_layers_that_no_batch_reaches(method):
+    model: Any = Model()
+    calibration = Calibration(BATCHES, apply=lambda model, x: model.first(x))
+    with refuses("no batch of calibration runs second, last, so"):
+        given = options(method, calibration)
+        jl_nnx.quantize_model(model, FORMAT, **given)
+    assert type(model.first) is nnx.Linear
+    calibration = Calibration(BATCHES, apply=lambda model, *x: model.apply(*x, depth=1))
+    with refuses("no batch of calibration runs second, last, so"):
+        linen_quantized(method, calibration=calibration)
+
+
+@pytest.mark.parametrize("method", CALIBRATED)
+def test_fewer_rows_than_features(method):
+    """One warning with a layer, if the method reads full second moments."""
+    full = _registry.statistics_of(method) == "full"
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        model = nnx_quantized(method, calibration=[BATCHES[0][:8]])
+    message = "quantize_model: calibration has 8 rows of inputs for first, fewer than its 128"
+    assert [str(x.message)[: len(message)] for x in found] == [message] * full
+    assert all(np.isfinite(getattr(model, name).kernel.dequantize()).all() for name in WEIGHTS)
+
+
+def unusual_weight():
+    """A dead row, a dead column, and equal groups: of a column, and of a part of one."""
+    weight = np.array(WEIGHTS["first"])
+    weight[:, 3], weight[:, 5], weight[-GROUP:, 7] = 0, 1.5, -0.75
+    weight[9] = 0
+    return weight
+
+
+def statistics_of(inputs):
+    return Statistics.of(np.asarray(inputs, np.float32), full=True)
+
+
+@functools.cache
+def unusual_inputs():
+    rows = np.concatenate(BATCHES)
+    none = Statistics(jnp.zeros((WIDTH, WIDTH)), jnp.zeros(WIDTH), jnp.int32(0))
+    return {
+        "dead features": statistics_of(np.where(np.arange(WIDTH) % 2, rows, 0)),
+        "constant": statistics_of(np.broadcast_to(rows[0], rows.shape)),
+        "one row": statistics_of(rows[:1]),
+        "zeros": statistics_of(0 * rows),
+        "large": statistics_of(1e16 * rows),
+        "small": statistics_of(1e-16 * rows),
+        "none": with_identity(none),  # as of an expert without rows
+    }
+
+
+def nearest_rows(method, name):
+    """The rows that are rounded to nearest; GPTQ compensates errors in others."""
+    if method not in ("gptq", "distill") or name == "zeros" or (method, name) == ("gptq", "none"):
+        return range(WIDTH)
+    return range(0, WIDTH, 2) if (method, name) == ("gptq", "dead features") else ()
+
+
+def assert_nearest(weight, found, row):
+    """Values of a row are the nearest of those that occur in their groups."""
+    values = found[row // GROUP * GROUP :][:GROUP]
+    nearest = np.abs(values - weight[row]).min(axis=0)
+    assert (np.abs(found[row] - weight[row]) <= nearest + 1e-6).all()
+
+
+@pytest.mark.parametrize("method", _registry.NAMES)
+def test_unusual_weights_and_inputs(method):
+    weight = unusual_weight()
+    given = unusual_inputs() if method in CALIBRATED else {"no statistics": None}
+    for name, statistics in given.items():
+        arrays = [
+            quantize(weight, FORMAT, quantizer=method, statistics=statistics) for _ in range(2)
+        ]
+        assert all(map(np.array_equal, *map(jax.tree.leaves, arrays))), name
+        found = np.asarray(arrays[0].dequantize(jnp.float32))
+        assert np.isfinite(found).all() and (found[:, 3] == 0).all(), name
+        np.testing.assert_allclose(found[:, 5], weight[:, 5], atol=1e-6, err_msg=name)
+        rows = nearest_rows(method, name)
+        for row in rows:
+            assert_nearest(weight, found, row)
+        if len(rows) == WIDTH:
+            np.testing.assert_allclose(found[-GROUP:, 7], -0.75, rtol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("method", _registry._SCALING)
+def test_factors_of_unusual_weights_and_inputs(method):
+    weight, compute = jnp.asarray(unusual_weight()), _registry.factors_of(method)
+    for name, statistics in unusual_inputs().items():
+        given: Any = (weight,), statistics, compute, (as_format("test", FORMAT),)
+        found, again = (np.asarray(_registry.stack_factors(*given)) for _ in range(2))
+        np.testing.assert_array_equal(found, again)
+        assert np.isfinite(found).all() and (found > 0).all(), name
+        if name in ("zeros", "none"):
+            assert (found == 1).all(), name
+        if method == "smoothquant":
+            assert found[9] == 1 and ((found[::2] == 1).all() or name != "dead features")
+
+
+def test_statistics_that_are_not_finite():
+    good = statistics_of(BATCHES[0])
+    for value, message in ((np.nan, "are NaN"), (np.inf, "are NaN or infinite; leave those rows")):
+        bad = dataclasses.replace(good, absmax=good.absmax.at[3].set(value))
+        with pytest.raises(ValueError, match=f"quantize: the inputs of statistics {message}"):
+            quantize(WEIGHTS["first"], FORMAT, quantizer="gptq", statistics=bad)
+    with pytest.raises(ValueError, match="their squares overflow float32; scale these inputs"):
+        large = Statistics.of(1e20 * BATCHES[0])
+        quantize(WEIGHTS["first"], FORMAT, quantizer="mse", statistics=large)
