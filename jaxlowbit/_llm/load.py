@@ -306,7 +306,7 @@ class _Reading(NamedTuple):
 
 
 def _named(source: _Source, read: Callable[[_Source], Any]) -> Any:
-    """`read(source)`, whose errors name the tensor; of a stack, that of the expert."""
+    """Returns `read(source)`; errors name the tensor, in a stack the tensor of the expert."""
     try:
         return read(source)
     except ValueError as error:

@@ -250,8 +250,8 @@ def learned(
     - `start`: a pytree of parameters.
     - `rates`: the change of each parameter in the first step, a pytree of the same structure.
     - `loss`: the error of parameters, for the number of a step.
-    - `total`: the error of parameters, to judge the result by; or errors (n,), if those of columns
-      (..., n) of the parameters add up to it.
+    - `total`: the error of parameters, to judge the result by; or an error for each column of
+      parameters (..., n), as (n,), if columns do not affect each other.
 
     **Returns:** the parameters, and their total error.
     """

@@ -44,7 +44,12 @@ class Foreign(nnx.Module):
 class Model(nnx.Module):
     """Three products: of layers, or of a foreign layer, a raw parameter and a layer."""
 
+    first: Any
+    second: Any
+    last: Any
+
     def __init__(self, foreign: bool = False):
+        self.foreign = foreign
         for name, kernel in WEIGHTS.items():
             layer = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
             layer.kernel.set_value(kernel)
@@ -54,8 +59,7 @@ class Model(nnx.Module):
 
     def __call__(self, x):
         x = nnx.relu(self.first(x))
-        second: Any = self.second
-        x = x @ second[...] if isinstance(second, nnx.Param) else second(x)
+        x = x @ self.second[...] if self.foreign else self.second(x)
         return self.last(nnx.relu(x))
 
 
@@ -105,13 +109,13 @@ def options(method, calibration=BATCHES):
 
 def nnx_quantized(method, foreign=False, **more):
     model: Any = Model(foreign)
-    given = {"layers": hooks(jl_nnx) if foreign else ()} | options(method) | more
+    given: Any = {"layers": hooks(jl_nnx) if foreign else ()} | options(method) | more
     jl_nnx.quantize_model(model, FORMAT, **given)
     return model
 
 
 def linen_quantized(method, foreign=False, **more):
-    given = {"layers": hooks(jl_linen) if foreign else ()} | options(method) | more
+    given: Any = {"layers": hooks(jl_linen) if foreign else ()} | options(method) | more
     return jl_linen.quantize_model(
         LinenModel(foreign), variables(foreign), FORMAT, BATCHES[0], **given
     )[:2]
@@ -146,8 +150,8 @@ def assert_same(found, wanted):
 
 @pytest.mark.parametrize("method", _registry.NAMES)
 def test_packages_and_hooks_agree(method):
-    """Linen models and layers of other packages get the words of the NNX model; those of the first
-    layer are the words that `quantize` gives."""
+    """Linen models and layers of other packages get the words of the NNX model. Its first layer
+    gets the words of `quantize`."""
     statistics = Statistics.of(BATCHES[0], full=True) + Statistics.of(BATCHES[1], full=True)
     if not _registry.factors_of(method):
         given = statistics if method in CALIBRATED else None
@@ -332,7 +336,7 @@ def nearest_rows(method, name):
 
 
 def assert_nearest(weight, found, row):
-    """Values of a row are the nearest of those that occur in their groups."""
+    """Each value of a row is rounded to the nearest number of its group."""
     values = found[row // GROUP * GROUP :][:GROUP]
     nearest = np.abs(values - weight[row]).min(axis=0)
     assert (np.abs(found[row] - weight[row]) <= nearest + 1e-6).all()
@@ -367,6 +371,8 @@ def test_factors_of_unusual_weights_and_inputs(method):
         assert np.isfinite(found).all() and (found > 0).all(), name
         if name in ("zeros", "none"):
             assert (found == 1).all(), name
+        if method == "awq" and name == "dead features":
+            np.testing.assert_allclose(found[::2], found.max(), rtol=1e-6)
         if method == "smoothquant":
             assert found[9] == 1 and ((found[::2] == 1).all() or name != "dead features")
 

@@ -25,7 +25,7 @@ DENSE, MOE = "llama", "qwen3_moe"
 
 
 def load(folder: Any, architecture: str, method: str, tensor: str, place: Any, value: float) -> Any:
-    """Loads a model of one block, in which a number of a tensor is replaced."""
+    """Loads a model of one block after replacing a number of a tensor."""
     entries = CASES[architecture] | {"num_hidden_layers": 1}
     (folder / "config.json").write_text(json.dumps(entries))
     weights = hf_weights(config_of(folder))
@@ -47,7 +47,7 @@ def load(folder: Any, architecture: str, method: str, tensor: str, place: Any, v
     ],
 )
 def test_weights(tmp_path, method, architecture, tensor, value):
-    """The error names the tensor of the file; of a stack, that of the expert."""
+    """The error names the tensor of the file, in a stack the tensor of the expert."""
     with pytest.raises(ValueError, match=rf"^load: \S+ tensor '{tensor}' \(F32\): .*NaN or inf"):
         load(tmp_path, architecture, method, tensor, (3, 5), value)
 
