@@ -322,8 +322,9 @@ def unusual_inputs():
         "constant": statistics_of(np.broadcast_to(rows[0], rows.shape)),
         "one row": statistics_of(rows[:1]),
         "zeros": statistics_of(0 * rows),
-        "large": statistics_of(1e16 * rows),
-        "small": statistics_of(1e-16 * rows),
+        "usual": statistics_of(rows),
+        "large": statistics_of(2.0**53 * rows),
+        "small": statistics_of(2.0**-53 * rows),
         "none": with_identity(none),  # as of an expert without rows
     }
 
@@ -346,11 +347,15 @@ def assert_nearest(weight, found, row):
 def test_unusual_weights_and_inputs(method):
     weight = unusual_weight()
     given = unusual_inputs() if method in CALIBRATED else {"no statistics": None}
+    dtype = jnp.float32 if _registry.factors_of(method) else None  # as for models: one program
+    seen: dict[str, Any] = {}
     for name, statistics in given.items():
         arrays = [
-            quantize(weight, FORMAT, quantizer=method, statistics=statistics) for _ in range(2)
+            quantize(weight, FORMAT, quantizer=method, statistics=statistics, scale_dtype=dtype)
+            for _ in range(2)
         ]
         assert all(map(np.array_equal, *map(jax.tree.leaves, arrays))), name
+        seen[name] = jax.tree.leaves(arrays[0])
         found = np.asarray(arrays[0].dequantize(jnp.float32))
         assert np.isfinite(found).all() and (found[:, 3] == 0).all(), name
         np.testing.assert_allclose(found[:, 5], weight[:, 5], atol=1e-6, err_msg=name)
@@ -359,6 +364,8 @@ def test_unusual_weights_and_inputs(method):
             assert_nearest(weight, found, row)
         if len(rows) == WIDTH:
             np.testing.assert_allclose(found[-GROUP:, 7], -0.75, rtol=1e-6, err_msg=name)
+    for name in seen.keys() & {"large", "small"}:  # powers of two change no bit
+        assert all(map(np.array_equal, seen[name], seen["usual"])), name
 
 
 @pytest.mark.parametrize("method", _registry._SCALING)
