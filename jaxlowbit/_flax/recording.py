@@ -17,6 +17,7 @@ from jax.core import Tracer
 from jax.experimental import io_callback
 
 from .._composite.ragged_dot import ends_of_groups, groups_of_rows
+from .._core.explicit import mesh_of
 from ..quantizers import Statistics
 from .equation import Equation
 from .weight_view import WeightUseError, WeightView
@@ -134,6 +135,7 @@ class RecordingView(WeightView):
     name: str = ""
     record: Any = None
     stack: tuple[int, ...] = ()
+    sharding: Any = None
 
     @classmethod
     def recording(
@@ -143,7 +145,14 @@ class RecordingView(WeightView):
         matrix = equation.matrix(weight)
         plain = WeightView.of(FloatKernel(matrix), equation)  # pyright: ignore[reportArgumentType]
         fields = {x.name: getattr(plain, x.name) for x in dataclasses.fields(WeightView)}
-        return cls(**fields, name=name, record=record, stack=matrix.shape[:-2])
+        explicit = mesh_of(weight) is not None
+        sharding = jax.typeof(weight).sharding if explicit else None
+        stack = matrix.shape[:-2]
+        return cls(**fields, name=name, record=record, stack=stack, sharding=sharding)
+
+    def like(self) -> jax.ShapeDtypeStruct:
+        """The type of the weight, with its sharding on a mesh with Explicit axes."""
+        return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=self.sharding)
 
     def columns(self, tokens: Array) -> Array:
         matrix = self.kernel.weight  # pyright: ignore[reportAttributeAccessIssue]

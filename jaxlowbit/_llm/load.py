@@ -300,12 +300,20 @@ class _Reading(NamedTuple):
 
     def _read(self, name: str, read: Callable[[_Source], Any]) -> Any:
         source = self.sources[name]
-        try:
-            weight = read(source)
-        except ValueError as error:
-            raise ValueError(f"{source.where} ({source.kind}): {error}") from None
+        weight = _named(source, read)
         source.forget()
         return weight
+
+
+def _named(source: _Source, read: Callable[[_Source], Any]) -> Any:
+    """Returns `read(source)`; errors name the tensor, in a stack the tensor of the expert."""
+    try:
+        return read(source)
+    except ValueError as error:
+        text = str(error).removeprefix("quantize: ")
+        if not any(text.startswith(f"{expert.where} (") for expert in source.experts):
+            text = f"{source.where} ({source.kind}): {text}"
+        raise ValueError(text) from None
 
 
 def floats_of(header: Header) -> Source:
@@ -478,10 +486,11 @@ def _weight(
     if source.experts:
         count, k, n = shape
         options = format, dtype, scale_dtype, quantizer
-        found = format or source.format
-        if source.whole is not None and found is not None and not found.has_tensor_scale:
+        rounded = format or source.format
+        if source.whole is not None and rounded is not None and not rounded.has_tensor_scale:
             return _divided(_weight((k, count * n), source.whole, *options), count)
-        return _stacked([_weight((k, n), expert, *options) for expert in source.experts])
+        found = [_named(x, lambda x: _weight((k, n), x, *options)) for x in source.experts]
+        return _stacked(found)
     two_levels = scale_dtype == TWO_LEVELS
     scale_dtype = None if two_levels else scale_dtype
     if format is None and source.pack is not None:
@@ -525,7 +534,8 @@ def _stacked(experts: Sequence[QuantizedArray | Array]) -> QuantizedArray | Arra
 def _floats(shape: tuple[int, ...], source: _Source, dtype: Any) -> Array:
     """A matrix, or a stack of experts, in a float dtype."""
     if source.experts:
-        return jnp.stack([_floats(shape[1:], expert, dtype) for expert in source.experts])
+        found = [_named(x, lambda x: _floats(shape[1:], x, dtype)) for x in source.experts]
+        return jnp.stack(found)
     k, n = shape
 
     def checked(start: int, stop: int) -> np.ndarray:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core import checks
-from ._statistics import Statistics
+from ._statistics import Statistics, not_finite
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,11 +165,8 @@ def check_statistics(caller: str, name: str, statistics: Statistics | None) -> S
             f"{caller}: no batch of calibration runs {name}, so there are no statistics of its "
             "inputs; pass batches that run it, or keep it in floats by a rule of its path and None."
         )
-    if not np.isfinite(np.asarray(statistics.absmax)).all():
-        raise ValueError(
-            f"{caller}: the inputs of {name} are NaN or infinite during calibration; leave those "
-            "batches out, or use a wider dtype of activations."
-        )
+    if reason := not_finite(statistics):
+        raise ValueError(f"{caller}: the inputs of {name} in the calibration {reason}.")
     return statistics
 
 

@@ -64,9 +64,9 @@ def quantize(
     **Raises:** `TypeError` for an argument of another type; `ValueError` for a wrong rank or dtype,
     for a quantizer that is unknown or lacks the format, for shards that do not divide the matrix,
     for a sharding on Explicit axes if `QuantizedArray.partition_spec` raises, and, outside
-    `jax.jit`, for NaN or infinite weights, for scales beyond the range of `scale_dtype` (too large
-    anywhere, or too small in most groups of a matrix of float32 or bfloat16) and for integers that
-    are no permutation.
+    `jax.jit`, for NaN or infinite weights or statistics, for scales beyond the range of
+    `scale_dtype` (too large anywhere, or too small in most groups of a matrix of float32 or
+    bfloat16) and for integers that are no permutation.
 
     ```python
     q = quantize(jnp.ones((256, 512)), INT4)

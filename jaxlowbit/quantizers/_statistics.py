@@ -5,7 +5,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
+from jax.core import Tracer
 
 from .._core import checks
 from .._core.dtypes import FLOATS
@@ -116,4 +118,21 @@ def checked(caller: str, statistics: Any, shape: tuple[int, ...]) -> Statistics 
             f"{caller}: statistics has {found} input features, but a weight of shape {shape} takes "
             f"{shape[-2:-1]}, or {shape[:-1]} for each of a stack; pass those of its inputs."
         )
+    if reason := not_finite(statistics):
+        raise ValueError(f"{caller}: the inputs of statistics {reason}.")
     return statistics
+
+
+def not_finite(statistics: Statistics) -> str | None:
+    """Returns the fault of the inputs if statistics contain NaN or infinities, and the way out;
+    None while tracing."""
+    arrays = statistics.absmax, statistics.second_moments
+    if any(isinstance(x, Tracer) for x in arrays):
+        return None
+    if all(bool(jnp.isfinite(x).all()) for x in arrays):
+        return None
+    # XLA's maximum of float32 on CPUs may ignore NaN, sums do not.
+    squares, largest = np.asarray(statistics.mean_squares), float(jnp.max(statistics.absmax))
+    if np.isfinite(largest) and np.isinf(squares).any() and not np.isnan(squares).any():
+        return f"reach {largest:.3g}, and their squares overflow float32; scale these inputs down"
+    return "are NaN or infinite; leave those rows out, or use a wider dtype of activations"

@@ -10,7 +10,8 @@ optimizer is Adam (Kingma and Ba, 2014), with linearly smaller steps.
 A language model (`jaxlowbit.llm`) learns block by block: inputs come from the quantized blocks
 before, wanted outputs from the float model. Other models learn layer by layer: the error of the
 products of a layer follows from the second moments of its inputs. Results that
-do not lower the error are dropped, so no block is worse than after GPTQ.
+do not lower the error are dropped, so no block, and without blocks no column, is worse than after
+GPTQ.
 
 8-bit scales and scales of two levels stay as they are.
 """
@@ -100,17 +101,24 @@ def quantize(
             error = jnp.where(groups.counted, matrix.values(parameters) - relaxed.values, 0)
             error = error.reshape(len(moments), -1)
             moved = jnp.matmul(moments, error, precision=precision)
-            return jnp.sum(error * lax.stop_gradient(moved))  # half of the gradient
+            return jnp.sum(error * lax.stop_gradient(moved), axis=0)  # half of the gradient
 
         def loss(parameters: Learned, step: Array) -> Array:
-            return total(parameters, None)
+            return jnp.sum(total(parameters, None))
 
         start, rates = matrix.start(settings)
         return learned(start, rates, loss, total, settings.steps)[0]
 
-    moments = gptq.moments_of(groups, found)
+    moments = _of_unit(gptq.moments_of(groups, found))
     parameters = gptq.mapped(of_matrix, groups.values.ndim - 3, relaxed, moments)
     return Matrix(groups, relaxed).pack(parameters)
+
+
+def _of_unit(moments: Array) -> Array:
+    """Moments (..., rows, rows) times a power of two, the largest below 1: squares of gradients
+    neither overflow nor vanish."""
+    _, exponent = jnp.frexp(jnp.max(moments, axis=(-2, -1), keepdims=True))
+    return jnp.ldexp(moments, -exponent)
 
 
 class Relaxed(NamedTuple):
@@ -242,7 +250,8 @@ def learned(
     - `start`: a pytree of parameters.
     - `rates`: the change of each parameter in the first step, a pytree of the same structure.
     - `loss`: the error of parameters, for the number of a step.
-    - `total`: the error of parameters, to judge the result by.
+    - `total`: the error of parameters, to judge the result by; or an error for each column of
+      parameters (..., n), as (n,), if columns do not affect each other.
 
     **Returns:** the parameters, and their total error.
     """

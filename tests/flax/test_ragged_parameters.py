@@ -11,7 +11,7 @@ from jax import lax
 
 from jaxlowbit import INT8, quantize
 from jaxlowbit.nnx import EinsumParameter, quantize_model
-from jaxlowbit.quantizers import Statistics, awq
+from jaxlowbit.quantizers import Statistics, _registry, awq
 
 WIDTH, HIDDEN, EXPERTS = 64, 96, 3
 FORMAT = "int3-g32"
@@ -109,3 +109,23 @@ def test_calibration_has_the_rows_of_each_expert():
     rounded = Model((150, 0, 250))
     quantize_model(rounded, FORMAT, layers=LAYERS, quantizer="mse")
     assert error < 0.9 * jnp.linalg.norm(rounded(x) - floats(x)) / jnp.linalg.norm(floats(x))
+
+
+@pytest.mark.parametrize("method", _registry.NAMES)
+def test_an_expert_that_is_not_finite(method):
+    """The error names the stack and the place."""
+    model: Any = Model((3, 3, 3))
+    model.experts.down.set_value(model.experts.down.get_value().at[2, 3, 5].set(jnp.nan))
+    calibration = [X] if _registry.statistics_of(method) else None
+    message = r"in experts.down: weight has 1 values that are NaN .* the first at \(2, 3, 5\)"
+    with pytest.raises(ValueError, match=f"(?s)quantize_model: .*{message}"):
+        options: Any = {"layers": LAYERS, "quantizer": method, "calibration": calibration}
+        quantize_model(model, FORMAT, **options)
+
+
+@pytest.mark.parametrize("method", ["gptq", "smoothquant"])  # full moments, and their diagonal
+def test_inputs_of_an_expert_that_are_not_finite(method):
+    options: Any = {"layers": LAYERS, "quantizer": method, "calibration": [X.at[4].set(jnp.nan)]}
+    message = "the inputs of experts.gating in the calibration are NaN or infinite"
+    with pytest.raises(ValueError, match=f"quantize_model: {message}"):
+        quantize_model(Model((2, 2, 3)), FORMAT, **options)
