@@ -9,6 +9,32 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+from .tensor_names import (
+    EXPERTS,
+    FOLDER,
+    FOLDER_ALL_NORMS,
+    FOLDER_BIASES,
+    FOLDER_EXPERTS,
+    FOLDER_FUSED,
+    FOLDER_GPT_OSS,
+    FOLDER_HEAD_NORMS,
+    FOLDER_MIXTRAL,
+    FOLDER_MORE_BIASES,
+    FOLDER_OLMO2,
+    FOLDER_POST_NORMS,
+    GGUF,
+    GGUF_ALL_NORMS,
+    GGUF_BIASES,
+    GGUF_EXPERT_BIASES,
+    GGUF_EXPERTS,
+    GGUF_HEAD_NORMS,
+    GGUF_MORE_BIASES,
+    GGUF_OLMO2,
+    GGUF_POST_NORMS,
+    GGUF_SINGLE_EXPERTS,
+    without,
+)
+
 RopePairs = Literal["neighbours", "halves"]
 Activation = Literal["silu", "gelu_tanh", "gpt_oss"]
 NormPlacement = Literal["pre", "post", "pre_and_post"]
@@ -163,123 +189,6 @@ def every_nth(layers: int, n: int) -> list[bool]:
 
 # --- the table ------------------------------------------------------------------------------------
 
-_GGUF = {
-    "token_embd.weight": "embedding",
-    "output_norm.weight": "final_norm",
-    "output.weight": "head",
-    "blk.N.attn_q.weight": "layers.N.q",
-    "blk.N.attn_k.weight": "layers.N.k",
-    "blk.N.attn_v.weight": "layers.N.v",
-    "blk.N.attn_output.weight": "layers.N.o",
-    "blk.N.ffn_gate.weight": "layers.N.gate",
-    "blk.N.ffn_up.weight": "layers.N.up",
-    "blk.N.ffn_down.weight": "layers.N.down",
-    "blk.N.attn_norm.weight": "layers.N.attention_norm",
-    "blk.N.ffn_norm.weight": "layers.N.mlp_norm",
-}
-_GGUF_BIASES = {
-    "blk.N.attn_q.bias": "layers.N.q_bias",
-    "blk.N.attn_k.bias": "layers.N.k_bias",
-    "blk.N.attn_v.bias": "layers.N.v_bias",
-}
-_GGUF_MORE_BIASES = {
-    "blk.N.attn_output.bias": "layers.N.o_bias",
-    "blk.N.ffn_gate.bias": "layers.N.gate_bias",
-    "blk.N.ffn_up.bias": "layers.N.up_bias",
-    "blk.N.ffn_down.bias": "layers.N.down_bias",
-}
-_GGUF_HEAD_NORMS = {
-    "blk.N.attn_q_norm.weight": "layers.N.q_norm",
-    "blk.N.attn_k_norm.weight": "layers.N.k_norm",
-}
-_GGUF_ALL_NORMS = {
-    "blk.N.attn_q_norm.weight": "layers.N.q_all_norm",
-    "blk.N.attn_k_norm.weight": "layers.N.k_all_norm",
-}
-_GGUF_POST_NORMS = {
-    "blk.N.post_attention_norm.weight": "layers.N.post_attention_norm",
-    "blk.N.post_ffw_norm.weight": "layers.N.post_mlp_norm",
-}
-_EXPERTS = ("gate", "up", "down")
-_GGUF_ROUTER = {"blk.N.ffn_gate_inp.weight": "layers.N.router"}
-_GGUF_EXPERTS = _GGUF_ROUTER | {f"blk.N.ffn_{x}_exps.weight": f"layers.N.{x}" for x in _EXPERTS}
-_GGUF_SINGLE_EXPERTS = {f"blk.N.ffn_{x}.E.weight": f"layers.N.{x}.E" for x in _EXPERTS}
-"""One tensor for each expert, in files of early versions of llama.cpp."""
-_GGUF_EXPERT_BIASES = {f"blk.N.ffn_{x}_exps.bias": f"layers.N.{x}_bias" for x in _EXPERTS}
-
-_FOLDER = {
-    "embed_tokens.weight": "embedding",
-    "norm.weight": "final_norm",
-    "lm_head.weight": "head",
-    "layers.N.self_attn.q_proj.weight": "layers.N.q",
-    "layers.N.self_attn.k_proj.weight": "layers.N.k",
-    "layers.N.self_attn.v_proj.weight": "layers.N.v",
-    "layers.N.self_attn.o_proj.weight": "layers.N.o",
-    "layers.N.mlp.gate_proj.weight": "layers.N.gate",
-    "layers.N.mlp.up_proj.weight": "layers.N.up",
-    "layers.N.mlp.down_proj.weight": "layers.N.down",
-    "layers.N.input_layernorm.weight": "layers.N.attention_norm",
-    "layers.N.post_attention_layernorm.weight": "layers.N.mlp_norm",
-}
-_FOLDER_BIASES = {
-    "layers.N.self_attn.q_proj.bias": "layers.N.q_bias",
-    "layers.N.self_attn.k_proj.bias": "layers.N.k_bias",
-    "layers.N.self_attn.v_proj.bias": "layers.N.v_bias",
-}
-_FOLDER_MORE_BIASES = {
-    "layers.N.self_attn.o_proj.bias": "layers.N.o_bias",
-    "layers.N.mlp.gate_proj.bias": "layers.N.gate_bias",
-    "layers.N.mlp.up_proj.bias": "layers.N.up_bias",
-    "layers.N.mlp.down_proj.bias": "layers.N.down_bias",
-}
-_FOLDER_FUSED = {
-    "layers.N.self_attn.qkv_proj.weight": "layers.N.qkv",
-    "layers.N.mlp.gate_up_proj.weight": "layers.N.gate_up",
-}
-_FOLDER_HEAD_NORMS = {
-    "layers.N.self_attn.q_norm.weight": "layers.N.q_norm",
-    "layers.N.self_attn.k_norm.weight": "layers.N.k_norm",
-}
-_FOLDER_ALL_NORMS = {
-    "layers.N.self_attn.q_norm.weight": "layers.N.q_all_norm",
-    "layers.N.self_attn.k_norm.weight": "layers.N.k_all_norm",
-}
-_FOLDER_POST_NORMS = {
-    "layers.N.post_attention_layernorm.weight": "layers.N.post_attention_norm",
-    "layers.N.pre_feedforward_layernorm.weight": "layers.N.mlp_norm",
-    "layers.N.post_feedforward_layernorm.weight": "layers.N.post_mlp_norm",
-}
-_FOLDER_EXPERTS = {"layers.N.mlp.gate.weight": "layers.N.router"} | {
-    f"layers.N.mlp.experts.E.{x}_proj.weight": f"layers.N.{x}.E" for x in _EXPERTS
-}
-_FOLDER_MIXTRAL = {
-    "layers.N.block_sparse_moe.gate.weight": "layers.N.router",
-    "layers.N.block_sparse_moe.experts.E.w1.weight": "layers.N.gate.E",
-    "layers.N.block_sparse_moe.experts.E.w3.weight": "layers.N.up.E",
-    "layers.N.block_sparse_moe.experts.E.w2.weight": "layers.N.down.E",
-}
-_FOLDER_GPT_OSS = {
-    "layers.N.self_attn.o_proj.bias": "layers.N.o_bias",
-    "layers.N.self_attn.sinks": "layers.N.sinks",
-    "layers.N.mlp.router.weight": "layers.N.router",
-    "layers.N.mlp.router.bias": "layers.N.router_bias",
-    "layers.N.mlp.experts.gate_up_proj": "layers.N.gate_up",
-    "layers.N.mlp.experts.gate_up_proj_bias": "layers.N.gate_up_bias",
-    "layers.N.mlp.experts.down_proj": "layers.N.down",
-    "layers.N.mlp.experts.down_proj_bias": "layers.N.down_bias",
-}
-
-
-def _without(table: Mapping[str, str], *weights: str) -> dict[str, str]:
-    """A table without the names of some weights of layers."""
-    left_out = {f"layers.N.{name}" for name in weights}
-    return {tensor: ours for tensor, ours in table.items() if ours not in left_out}
-
-
-_PRE_NORMS = ("attention_norm", "mlp_norm")
-_GGUF_OLMO2 = _without(_GGUF, *_PRE_NORMS) | _GGUF_POST_NORMS
-_FOLDER_OLMO2 = _without(_FOLDER, *_PRE_NORMS) | _without(_FOLDER_POST_NORMS, "mlp_norm")
-
 _COMMON = {"rms_norm_eps": 1e-6, "hidden_act": "silu"}
 _QWEN = {"num_key_value_heads": 32, "max_window_layers": 28, "sliding_window": 4096}
 _BIASES = frozenset({"attention_bias", "mlp_bias"})
@@ -343,13 +252,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(
         Gguf(
             "llama",
-            _GGUF | _GGUF_BIASES | _GGUF_MORE_BIASES | _GGUF_EXPERTS | _GGUF_SINGLE_EXPERTS,
+            GGUF | GGUF_BIASES | GGUF_MORE_BIASES | GGUF_EXPERTS | GGUF_SINGLE_EXPERTS,
             rope_pairs="neighbours",
             reads=_EXPERT_KEYS,
         ),
         HuggingFace(
             ("llama",),
-            _FOLDER | _FOLDER_BIASES | _FOLDER_MORE_BIASES,
+            FOLDER | FOLDER_BIASES | FOLDER_MORE_BIASES,
             _COMMON,
             reads=_BIASES,
             eos=(2,),
@@ -359,7 +268,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         None,  # its GGUF files have the architecture llama
         HuggingFace(
             ("mistral",),
-            _FOLDER,
+            FOLDER,
             _COMMON | {"num_key_value_heads": 8, "sliding_window": 4096},
             eos=(2,),
         ),
@@ -369,7 +278,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         None,
         HuggingFace(
             ("ministral",),
-            _FOLDER,
+            FOLDER,
             _COMMON | {"num_key_value_heads": 8, "sliding_window": 4096},
             reads=frozenset({"layer_types"}),
             eos=(2,),
@@ -379,13 +288,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     "ministral3": Architecture(
         Gguf(
             "mistral3",
-            _GGUF | _GGUF_BIASES | _GGUF_MORE_BIASES,
+            GGUF | GGUF_BIASES | GGUF_MORE_BIASES,
             rope_pairs="neighbours",
             reads=frozenset({"attention.temperature_scale"}),
         ),
         HuggingFace(
             ("ministral3",),
-            _FOLDER,
+            FOLDER,
             {
                 "num_key_value_heads": 8,
                 "head_dim": 128,
@@ -400,10 +309,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         window_layers="all",
     ),
     "qwen2": Architecture(
-        Gguf("qwen2", _GGUF | _GGUF_BIASES),
+        Gguf("qwen2", GGUF | GGUF_BIASES),
         HuggingFace(
             ("qwen2",),
-            _FOLDER | _FOLDER_BIASES,
+            FOLDER | FOLDER_BIASES,
             _COMMON | _QWEN,
             reads=frozenset({"layer_types"}),
             harmless=frozenset({"attention_bias"}),
@@ -412,10 +321,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         window_layers="upper",
     ),
     "qwen3": Architecture(
-        Gguf("qwen3", _GGUF | _GGUF_HEAD_NORMS),
+        Gguf("qwen3", GGUF | GGUF_HEAD_NORMS),
         HuggingFace(
             ("qwen3",),
-            _FOLDER | _FOLDER_HEAD_NORMS | _FOLDER_BIASES | _FOLDER_MORE_BIASES,
+            FOLDER | FOLDER_HEAD_NORMS | FOLDER_BIASES | FOLDER_MORE_BIASES,
             _COMMON | _QWEN | {"head_dim": 128},
             reads=frozenset({"attention_bias", "layer_types"}),
         ),
@@ -425,14 +334,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma2": Architecture(
         Gguf(
             "gemma2",
-            _GGUF | _GGUF_POST_NORMS,
+            GGUF | GGUF_POST_NORMS,
             attention_scale=_scale_of_27b(46),
             defaults={"attention.sliding_window": 4096},
             reads=frozenset({"attn_logit_softcapping"}),
         ),
         HuggingFace(
             ("gemma2",),
-            _FOLDER | _FOLDER_POST_NORMS | _FOLDER_BIASES | _FOLDER_MORE_BIASES,
+            FOLDER | FOLDER_POST_NORMS | FOLDER_BIASES | FOLDER_MORE_BIASES,
             {
                 "num_key_value_heads": 4,
                 "head_dim": 256,
@@ -463,16 +372,12 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma3": Architecture(
         Gguf(
             "gemma3",
-            _GGUF | _GGUF_HEAD_NORMS | _GGUF_POST_NORMS,
+            GGUF | GGUF_HEAD_NORMS | GGUF_POST_NORMS,
             attention_scale=_scale_of_27b(62),
         ),
         HuggingFace(
             ("gemma3_text",),
-            _FOLDER
-            | _FOLDER_HEAD_NORMS
-            | _FOLDER_POST_NORMS
-            | _FOLDER_BIASES
-            | _FOLDER_MORE_BIASES,
+            FOLDER | FOLDER_HEAD_NORMS | FOLDER_POST_NORMS | FOLDER_BIASES | FOLDER_MORE_BIASES,
             _GEMMA3,
             names={"hidden_act": "hidden_activation"},
             reads=frozenset(
@@ -494,12 +399,12 @@ ARCHITECTURES: dict[str, Architecture] = {
     "phi3": Architecture(
         Gguf(
             "phi3",
-            _without(_GGUF, "gate", "up")
+            without(GGUF, "gate", "up")
             | {"blk.N.attn_qkv.weight": "layers.N.qkv", "blk.N.ffn_up.weight": "layers.N.gate_up"},
         ),
         HuggingFace(
             ("phi3",),
-            _without(_FOLDER, "q", "k", "v", "gate", "up") | _FOLDER_FUSED,
+            without(FOLDER, "q", "k", "v", "gate", "up") | FOLDER_FUSED,
             {
                 "hidden_act": "silu",
                 "rms_norm_eps": 1e-5,
@@ -512,10 +417,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         window_layers="all",
     ),
     "olmo2": Architecture(
-        Gguf("olmo2", _GGUF_OLMO2 | _GGUF_ALL_NORMS),
+        Gguf("olmo2", GGUF_OLMO2 | GGUF_ALL_NORMS),
         HuggingFace(
             ("olmo2",),
-            _FOLDER_OLMO2 | _FOLDER_ALL_NORMS | _FOLDER_BIASES | _FOLDER_MORE_BIASES,
+            FOLDER_OLMO2 | FOLDER_ALL_NORMS | FOLDER_BIASES | FOLDER_MORE_BIASES,
             {"hidden_act": "silu", "rms_norm_eps": 1e-5},
             reads=frozenset({"attention_bias"}),
             eos=(50_279,),
@@ -528,7 +433,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         None,  # its GGUF files have the architecture olmo2
         HuggingFace(
             ("olmo3",),
-            _FOLDER_OLMO2 | _FOLDER_ALL_NORMS | _FOLDER_BIASES | _FOLDER_MORE_BIASES,
+            FOLDER_OLMO2 | FOLDER_ALL_NORMS | FOLDER_BIASES | FOLDER_MORE_BIASES,
             {
                 "hidden_act": "silu",
                 "rms_norm_eps": 1e-5,
@@ -544,10 +449,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         local_rope_base="global",
     ),
     "smollm3": Architecture(
-        Gguf("smollm3", _GGUF | _GGUF_BIASES | _GGUF_MORE_BIASES, rope_pairs="neighbours"),
+        Gguf("smollm3", GGUF | GGUF_BIASES | GGUF_MORE_BIASES, rope_pairs="neighbours"),
         HuggingFace(
             ("smollm3",),
-            _FOLDER | _FOLDER_BIASES | _FOLDER_MORE_BIASES,
+            FOLDER | FOLDER_BIASES | FOLDER_MORE_BIASES,
             _COMMON
             | {"num_key_value_heads": 4, "rope_theta": 2_000_000.0, "tie_word_embeddings": True},
             reads=_BIASES | {"layer_types", "no_rope_layers"},
@@ -560,7 +465,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "granite": Architecture(
         Gguf(
             "granite",
-            _GGUF | _GGUF_BIASES | _GGUF_MORE_BIASES,
+            GGUF | GGUF_BIASES | GGUF_MORE_BIASES,
             rope_pairs="neighbours",
             reads=frozenset(
                 {"embedding_scale", "residual_scale", "logit_scale", "rope.scaling.finetuned"}
@@ -568,17 +473,17 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
         HuggingFace(
             ("granite",),
-            _FOLDER | _FOLDER_BIASES | _FOLDER_MORE_BIASES,
+            FOLDER | FOLDER_BIASES | FOLDER_MORE_BIASES,
             _COMMON | _GRANITE_SCALES,
             reads=_BIASES | _GRANITE_SCALES.keys(),
             eos=(2,),
         ),
     ),
     "exaone4": Architecture(
-        Gguf("exaone4", _GGUF_OLMO2 | _GGUF_HEAD_NORMS),
+        Gguf("exaone4", GGUF_OLMO2 | GGUF_HEAD_NORMS),
         HuggingFace(
             ("exaone4",),
-            _FOLDER_OLMO2 | _FOLDER_HEAD_NORMS,
+            FOLDER_OLMO2 | FOLDER_HEAD_NORMS,
             {
                 "hidden_act": "silu",
                 "num_key_value_heads": 32,
@@ -598,7 +503,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         None,  # its GGUF files are of the architecture llama
         HuggingFace(
             ("mixtral",),
-            _without(_FOLDER, *_EXPERTS) | _FOLDER_MIXTRAL,
+            without(FOLDER, *EXPERTS) | FOLDER_MIXTRAL,
             {
                 "hidden_act": "silu",
                 "rms_norm_eps": 1e-5,
@@ -615,16 +520,16 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3_moe": Architecture(
         Gguf(
             "qwen3moe",
-            _without(_GGUF, *_EXPERTS) | _GGUF_HEAD_NORMS | _GGUF_EXPERTS,
+            without(GGUF, *EXPERTS) | GGUF_HEAD_NORMS | GGUF_EXPERTS,
             reads=_MORE_EXPERT_KEYS | {"expert_weights_norm"},
         ),
         HuggingFace(
             ("qwen3_moe",),
-            _without(_FOLDER, *_EXPERTS)
-            | _FOLDER_HEAD_NORMS
-            | _FOLDER_BIASES
-            | _without(_FOLDER_MORE_BIASES, *(f"{x}_bias" for x in _EXPERTS))
-            | _FOLDER_EXPERTS,
+            without(FOLDER, *EXPERTS)
+            | FOLDER_HEAD_NORMS
+            | FOLDER_BIASES
+            | without(FOLDER_MORE_BIASES, *(f"{x}_bias" for x in EXPERTS))
+            | FOLDER_EXPERTS,
             _COMMON
             | {
                 "num_key_value_heads": 4,
@@ -649,10 +554,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gpt_oss": Architecture(
         Gguf(
             "gpt-oss",
-            _without(_GGUF, *_EXPERTS, "mlp_norm")
-            | _GGUF_BIASES
-            | _GGUF_EXPERTS
-            | _GGUF_EXPERT_BIASES
+            without(GGUF, *EXPERTS, "mlp_norm")
+            | GGUF_BIASES
+            | GGUF_EXPERTS
+            | GGUF_EXPERT_BIASES
             | {
                 "blk.N.attn_output.bias": "layers.N.o_bias",
                 "blk.N.attn_sinks.weight": "layers.N.sinks",
@@ -664,7 +569,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
         HuggingFace(
             ("gpt_oss",),
-            _without(_FOLDER, *_EXPERTS) | _FOLDER_BIASES | _FOLDER_GPT_OSS,
+            without(FOLDER, *EXPERTS) | FOLDER_BIASES | FOLDER_GPT_OSS,
             {
                 "hidden_act": "silu",
                 "rms_norm_eps": 1e-5,
