@@ -22,17 +22,18 @@ def run(
     positions: Array,
     cache: Cache,
     *,
-    implementation: attention.Implementation,
+    implementations: Sequence[attention.Implementation],
     reach: int,
 ) -> tuple[Array, Cache]:
     """The residual stream (batch, length, width) after all blocks, and the cache.
 
-    Arguments: as for `Block.step`.
+    Arguments: as for `Block.step`; `implementations` for blocks without and with a window.
     """
+    native = all(x == "native" for x in implementations)
     products, done = blocks[0].project(x), 0
     while done < len(blocks):
         left = blocks[done:]
-        count = together(left, x) if implementation == "native" else 0
+        count = together(left, x) if native else 0
         if count > 0:
             x, products, cache = _decode(
                 left, count, products, x, rotations, positions, cache, done, reach
@@ -46,7 +47,7 @@ def run(
                 positions,
                 cache,
                 done,
-                implementation=implementation,
+                implementation=implementations[left[0].local],
                 reach=reach,
             )
         done += max(count, 1)

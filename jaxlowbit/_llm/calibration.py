@@ -326,7 +326,7 @@ def forward(config: Config, weights: Mapping[str, Any], index: int, x: Array) ->
     block = Block(config, weights.__getitem__, index)
     batch, length = x.shape[:2]
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
-    cache = make_cache(config.replace(layers=1), batch, length, x.dtype).advance(positions)
+    cache = make_cache(config, batch, length, x.dtype, layers=[index]).advance(positions)
     long = config.takes_long_factors(length)
     rotation = rope.rotation(config, positions, local=block.local, long=long)
     options = {"implementation": "xla", "reach": length}
