@@ -216,8 +216,8 @@ class Config:
       factors are `router_norm * width ** -0.5`, and multiplies the weights of the selected experts
       by their `expert_scale`.
     - `dense_hidden`: in models with experts, the width of a dense MLP, which all tokens take too; 0
-      for none. Inputs and results of both have separate norms: `mlp_norm` and `post_dense_norm` of the
-      MLP, `expert_norm` and `post_expert_norm` of the experts, `post_mlp_norm` of the sum.
+      for none. Inputs and results of both have separate norms: `mlp_norm` and `post_dense_norm` of
+      the MLP, `expert_norm` and `post_expert_norm` of the experts, `post_mlp_norm` of the sum.
     - `layer_scale`: whether each layer multiplies the residual stream after it by a number.
     - `sinks`: whether each head has a logit, `sinks`, in the denominator of its softmax.
     - `norm_placement`: norms of the inputs of attention and MLP (`"pre"`), of their results

@@ -225,8 +225,8 @@ class Decoder(nnx.Module):
         cached = reach is not None or tokens.shape[1] == 1
         reach = cache.slots if reach is None else reach
         implementations = [
-            self._implementation(*tokens.shape, reach, local=x, cached=cached)
-            for x in (False, True)
+            self._implementation(tokens, reach, local=local, cached=cached)
+            for local in (False, True)
         ]
         x = self.embed(tokens)
         x, cache = block_steps.run(
@@ -241,7 +241,7 @@ class Decoder(nnx.Module):
         return rms_norm(x, self.final_norm.get_value(), config.norm_epsilon), cache
 
     def _implementation(
-        self, batch: int, queries: int, reach: int, *, local: bool, cached: bool
+        self, tokens: Array, reach: int, *, local: bool, cached: bool
     ) -> attention.Implementation:
         """The implementation of attention in layers with a window (`local`), or without one."""
         config, parts = self.config, self.parts
@@ -252,8 +252,8 @@ class Decoder(nnx.Module):
         return attention.choose(
             jax.default_backend(),
             self.dtype,
-            batch=batch,
-            queries=queries,
+            batch=tokens.shape[0],
+            queries=tokens.shape[1],
             length=reach,
             head_size=head_size,
             native=native,

@@ -112,6 +112,27 @@ FOLDER_GPT_OSS = {
 }
 
 
+GGUF_DENSE = {f"blk.N.ffn_{x}.weight": f"layers.N.dense_{x}" for x in EXPERTS} | {
+    "blk.N.ffn_gate_inp.scale": "layers.N.router_norm",
+    "blk.N.ffn_gate_up_exps.weight": "layers.N.gate_up",
+    "blk.N.ffn_down_exps.scale": "layers.N.expert_scale",
+    "blk.N.pre_ffw_norm_2.weight": "layers.N.expert_norm",
+    "blk.N.post_ffw_norm_1.weight": "layers.N.post_dense_norm",
+    "blk.N.post_ffw_norm_2.weight": "layers.N.post_expert_norm",
+}
+"""A dense MLP in addition to the experts of Gemma 4."""
+FOLDER_DENSE = {f"layers.N.mlp.{x}_proj.weight": f"layers.N.dense_{x}" for x in EXPERTS} | {
+    "layers.N.router.proj.weight": "layers.N.router",
+    "layers.N.router.scale": "layers.N.router_norm",
+    "layers.N.router.per_expert_scale": "layers.N.expert_scale",
+    "layers.N.experts.gate_up_proj": "layers.N.gate_up",
+    "layers.N.experts.down_proj": "layers.N.down",
+    "layers.N.pre_feedforward_layernorm_2.weight": "layers.N.expert_norm",
+    "layers.N.post_feedforward_layernorm_1.weight": "layers.N.post_dense_norm",
+    "layers.N.post_feedforward_layernorm_2.weight": "layers.N.post_expert_norm",
+}
+
+
 def without(table: Mapping[str, str], *weights: str) -> dict[str, str]:
     """A table without the names of some weights of layers."""
     left_out = {f"layers.N.{name}" for name in weights}
@@ -121,3 +142,17 @@ def without(table: Mapping[str, str], *weights: str) -> dict[str, str]:
 PRE_NORMS = ("attention_norm", "mlp_norm")
 GGUF_OLMO2 = without(GGUF, *PRE_NORMS) | GGUF_POST_NORMS
 FOLDER_OLMO2 = without(FOLDER, *PRE_NORMS) | without(FOLDER_POST_NORMS, "mlp_norm")
+GGUF_GEMMA4 = (
+    GGUF
+    | GGUF_HEAD_NORMS
+    | GGUF_POST_NORMS
+    | {"blk.N.layer_output_scale.weight": "layers.N.layer_scale"}
+)
+FOLDER_GEMMA4 = (
+    FOLDER
+    | FOLDER_HEAD_NORMS
+    | FOLDER_POST_NORMS
+    | FOLDER_BIASES
+    | without(FOLDER_MORE_BIASES, *(f"{x}_bias" for x in EXPERTS))
+    | {"layers.N.layer_scalar": "layers.N.layer_scale"}
+)
