@@ -120,7 +120,7 @@ def _gemma4_keys(config: dict[str, Any], local: list[bool]) -> dict[str, Any]:
     others = config.get("num_global_key_value_heads", heads)
     return {
         keys.Attention.SHARED_KV_LAYERS: 0,
-        keys.LLM.EMBEDDING_LENGTH_PER_LAYER_INP: 0,
+        keys.LLM.EMBD_LENGTH_PER_LAYER_INP: 0,
         keys.Attention.HEAD_COUNT_KV: [heads if own else others for own in local],
         keys.Attention.KEY_LENGTH: other,
         keys.Attention.VALUE_LENGTH: other,
@@ -177,9 +177,10 @@ def tensors_of(name: str, architecture: str, weights: dict[str, np.ndarray]) -> 
             if permuted and part in stem:
                 rows = value.reshape(config[heads], 2, -1, *value.shape[1:])
                 value = rows.swapaxes(1, 2).reshape(value.shape)
-        _, _, layer, *last = key.split(".", 3)
-        own = OWN.get("".join(last))
-        name = f"blk.{layer}.{own}" if own else f"{names.get_name(stem)}.{suffix}"
+        name = f"{names.get_name(stem)}.{suffix}"
+        for theirs, own in OWN.items():
+            if key.endswith(theirs):
+                name = f"blk.{key.split('.')[2]}.{own}"
         found[name] = ("F32", np.ascontiguousarray(value))
     if architecture == "gemma4":
         pairs = config["global_head_dim"] // 2
