@@ -171,8 +171,9 @@ def _experts(known: Fields, names: HuggingFace, hidden: int) -> dict[str, int]:
         "experts_per_token": known.need("num_experts_per_tok", "an integer"),
     }
     if "layers.N.dense_down" in names.tensors.values():
-        width = known.need("moe_intermediate_size", "an integer")
-        found |= {"hidden": width, "dense_hidden": hidden}
+        needed = {"experts": "num_experts", "hidden": "moe_intermediate_size"}
+        found |= {field: known.need(name, "an integer") for field, name in needed.items()}
+        found |= {"dense_hidden": hidden}
     return found
 
 
@@ -207,14 +208,14 @@ def _objects(path: Path) -> tuple[str, list[Fields]]:
     architecture = entry_of(known[kind], experts) if several else known[kind][0]
     names = _names(architecture)
     outer.read |= {"quantization", "quantization_config"}  # `open_folder` reads them
-    for found in (outer.values, values):
-        check_features(path, {**names.defaults, **found}, names.reads | names.harmless)
-    values = {
+    values = dict(names.defaults) | {
         key: value
         for key, value in values.items()
         if value is not None or key not in names.null_is_default
     }
-    inner = Fields(path, {**names.defaults, **values}, names.names)
+    for found in (outer.values, values):
+        check_features(path, found, names.reads | names.harmless)
+    inner = Fields(path, values, names.names)
     inner.read |= {"model_type", "quantization", "quantization_config"} | switch.read
     return architecture, [inner] if "text_config" not in outer.read else [outer, inner]
 
@@ -384,6 +385,11 @@ def _global_heads(
                 f"{key!r} is {brief(stored)}, but the decoder here has other sizes, head_dim and "
                 "num_key_value_heads, only in all layers without a window alike; use another model."
             )
+    if fields.get("window_layers") and fields["window_layers"][-1]:
+        raise ValueError(
+            "'layer_types' ends with sliding_attention, but transformers gives the last layer of "
+            "such a model full_attention; correct config.json."
+        )
     own = {"head_dim": fields["head_size"], "num_key_value_heads": fields["kv_heads"]}
     head_size, kv_heads = (
         None if found.get(name) == size else found.get(name) for name, size in own.items()
