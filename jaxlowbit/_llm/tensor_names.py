@@ -127,6 +127,7 @@ FOLDER_DENSE = {f"layers.N.mlp.{x}_proj.weight": f"layers.N.dense_{x}" for x in 
     "layers.N.router.per_expert_scale": "layers.N.expert_scale",
     "layers.N.experts.gate_up_proj": "layers.N.gate_up",
     "layers.N.experts.down_proj": "layers.N.down",
+    **{f"layers.N.experts.E.{x}_proj.weight": f"layers.N.{x}.E" for x in EXPERTS},
     "layers.N.pre_feedforward_layernorm_2.weight": "layers.N.expert_norm",
     "layers.N.post_feedforward_layernorm_1.weight": "layers.N.post_dense_norm",
     "layers.N.post_feedforward_layernorm_2.weight": "layers.N.post_expert_norm",

@@ -35,7 +35,7 @@ SIZES = {
     "max_position_embeddings": 512,
 }
 # Without it, transformers' default turns on a feature that the decoder lacks.
-NEEDED = dict.fromkeys(("gemma4", "gemma4_text"), {"hidden_size_per_layer_input": 0})
+NEEDED = {kind: {"hidden_size_per_layer_input": 0} for kind in ("gemma4", "gemma4_text")}
 # Candidate values in this order; one differs from the default.
 PROBES = (True, False, 3, 0.5, "other", [3], ["other"], {"rope_theta": 7.0}, {"other": 1})
 _LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
@@ -131,7 +131,7 @@ def test_entries_of_gemma4(tmp_path):
         assert config(per_layer_config=layers, global_head_dim=64).global_head_size is None
     assert config(global_head_dim=16).global_head_size is None
     for wrong in ({"4": sizes}, {"5": {"hidden_size": 32}}, {"5": sizes, "4": sizes}, {"5": 3}):
-        with pytest.raises(ValueError, match="'per_layer_config' is .*only in all layers without"):
+        with pytest.raises(ValueError, match=r"'per_layer_config' is .*only in all layers without"):
             config(per_layer_config=wrong)
     assert config(use_bidirectional_attention="vision") == config()
 

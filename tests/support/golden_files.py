@@ -32,6 +32,8 @@ def hf_weights(config: Config) -> dict[str, np.ndarray]:
     entry: Any = ARCHITECTURES[config.architecture].huggingface
     shapes, found = config.shapes(), {}
     for tensor, ours in entry.tensors.items():
+        if ours.endswith(".E") and "layers.N.gate_up" in entry.tensors.values():
+            continue  # a stack instead
         layers = range(config.layers if "N." in ours else 1)
         experts = range(config.experts if ours.endswith(".E") else 1)
         for layer, expert in itertools.product(layers, experts):
