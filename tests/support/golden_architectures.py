@@ -123,15 +123,20 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3_moe, weights as they are": {"model_type": "qwen3_moe", "norm_topk_prob": False}
     | _QWEN3_MOE,
     "gemma4": _GEMMA4 | _WINDOW,
+    # On two devices, each has whole heads and multiples of 64 features.
     "gemma4_moe": _GEMMA4
     | _WINDOW
     | {
+        "head_dim": 32,
+        "num_key_value_heads": 4,
+        "global_head_dim": 64,
+        "num_global_key_value_heads": 2,
         "attention_k_eq_v": True,
-        "num_global_key_value_heads": 1,
+        "intermediate_size": 128,
         "enable_moe_block": True,
-        "num_experts": 5,
+        "num_experts": 4,
         "top_k_experts": 3,
-        "moe_intermediate_size": 32,
+        "moe_intermediate_size": 64,
     },
     "gpt_oss": {
         "model_type": "gpt_oss",
