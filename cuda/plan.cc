@@ -243,7 +243,7 @@ class Planner {
     const int64_t rows = p.batch * p.m * p.weights_per_element();
     const int64_t sums_bytes = std::min(room.bytes, MaxPartialSumsBytes(rows, p.out_columns()));
     const Choice choice = SelectCached(p, *target_.device, sums_bytes, target_.tuned);
-    // Some formats have one kernel only, which needs aligned operands; the workspace has no room to align these.
+    // Some formats have one kernel, which needs aligned operands; the workspace has no room to align these.
     if (!Supports(choice.kernel, p, *target_.device)) {
       return "operands of a product in this format must begin at multiples of 16 bytes; put "
              "jax.lax.optimization_barrier around them.";

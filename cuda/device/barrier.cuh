@@ -143,6 +143,9 @@ struct RingCursor {
   __device__ void Advance(int num_slots) {
     if (++slot == num_slots) slot = 0, parity ^= 1;
   }
+  __device__ void Advance(int count, int num_slots) {
+    for (slot += count; slot >= num_slots; slot -= num_slots) parity ^= 1;
+  }
 };
 
 }  // namespace jaxlowbit

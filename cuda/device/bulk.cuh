@@ -28,6 +28,13 @@ __device__ inline void BulkLoad(uint32_t shared, const void* source, int bytes, 
       : "memory");
 }
 
+// Starts loading `bytes` to L2. Bytes and address are multiples of 16. (Compiled for older architectures, it does nothing.)
+__device__ inline void PrefetchToL2(const void* data, uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;\n" ::"l"(data), "r"(bytes) : "memory");
+#endif
+}
+
 // Starts loading a tile of a tensor map of three axes, the innermost first, from this position on. Elements out of
 // bounds are zeros.
 __device__ inline void TmaLoad(uint32_t shared, const CUtensorMap* map, int x, int y, int z,

@@ -98,7 +98,6 @@ struct WarpgroupMma;
 #define JAXLOWBIT_D112(c, d, i) \
   JAXLOWBIT_D64(c, d, i), JAXLOWBIT_D32(c, d, i + 64), JAXLOWBIT_D16(c, d, i + 96)
 #define JAXLOWBIT_D128(c, d, i) JAXLOWBIT_D64(c, d, i), JAXLOWBIT_D64(c, d, i + 64)
-#define JAXLOWBIT_TEXT8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define JAXLOWBIT_TEXT16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define JAXLOWBIT_TEXT24 JAXLOWBIT_TEXT16 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define JAXLOWBIT_TEXT32 JAXLOWBIT_TEXT24 ", %24, %25, %26, %27, %28, %29, %30, %31"
@@ -136,7 +135,6 @@ struct WarpgroupMma;
     }                                                                                             \
   };
 #define JAXLOWBIT_WARPGROUP_MMAS(Type, kind)                                  \
-  JAXLOWBIT_WARPGROUP_MMA(Type, kind, 16, 8, 8, 9, 10, 11, 12, 13)            \
   JAXLOWBIT_WARPGROUP_MMA(Type, kind, 32, 16, 16, 17, 18, 19, 20, 21)         \
   JAXLOWBIT_WARPGROUP_MMA(Type, kind, 48, 24, 24, 25, 26, 27, 28, 29)         \
   JAXLOWBIT_WARPGROUP_MMA(Type, kind, 64, 32, 32, 33, 34, 35, 36, 37)         \

@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <climits>
 
+#include "cuda/device/bulk.cuh"
 #include "cuda/device/pdl.cuh"
 #include "cuda/extents.h"
 #include "cuda/kernels/launch_config.h"
@@ -105,12 +106,6 @@ __device__ void StoreSizes(const GroupChoices& p, int own, const Order& order) {
   for (int e = own + 1 + threadIdx.x; e < min(order.next, p.experts); e += kThreads) {
     p.sizes[e] = 0;
   }
-}
-
-__device__ void PrefetchToL2(const char* data, uint32_t bytes) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;\n" ::"l"(data), "r"(bytes) : "memory");
-#endif
 }
 
 // Prefetches a share of the memory of the expert of a choice.

@@ -7,8 +7,7 @@
 
 namespace jaxlowbit {
 
-int64_t ExpectedBlocks(const QuantizedMatmul& problem, int block_m,
-                       const std::function<double(int)>& part) {
+int64_t ExpectedBlocks(const QuantizedMatmul& problem, int block_m) {
   const auto experts = static_cast<double>(std::max<int64_t>(problem.experts(), 1));
   const double mean = static_cast<double>(problem.m) / experts, spread = std::sqrt(mean);
   // Rows of a group are about Poisson distributed.
@@ -16,8 +15,7 @@ int64_t ExpectedBlocks(const QuantizedMatmul& problem, int block_m,
   const int first = std::max(0, static_cast<int>(mean - 6 * spread));
   for (int rows = first; rows <= mean + 6 * spread + 6; ++rows) {
     const double probability = std::exp(rows * std::log(mean) - mean - std::lgamma(rows + 1.0));
-    const int rest = rows % block_m;
-    blocks += probability * (rows / block_m + (rest > 0 ? part(rest) : 0));  // NOLINT
+    blocks += probability * static_cast<double>(CeilDiv(rows, block_m));
     sum += probability;
   }
   blocks = sum > 0 ? blocks / sum : 1;
@@ -36,13 +34,12 @@ int GroupTableBytes(const QuantizedMatmul& problem) {
   return static_cast<int>(CeilDiv(kTotals + (problem.experts() + 1) * kEntry, kTotals) * kTotals);
 }
 
-QuantizedMatmul BlocksOf(const QuantizedMatmul& problem, int block_m,
-                         const std::function<double(int)>& part) {
+QuantizedMatmul BlocksOf(const QuantizedMatmul& problem, int block_m) {
   if (!problem.is_ragged()) return problem;
   QuantizedMatmul blocks = problem;
   blocks.groups_of_rows = 0;
   blocks.of_blocks = true;
-  blocks.batch = ExpectedBlocks(problem, block_m, part);
+  blocks.batch = ExpectedBlocks(problem, block_m);
   blocks.num_weights = blocks.batch * problem.weights_per_element();
   blocks.m = block_m;
   return blocks;

@@ -5,17 +5,13 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 
 #include "cuda/problem.h"
 
 namespace jaxlowbit {
 
-// Blocks of `block_m` rows if every row chooses its group at random. `part`: of the cost of a block, for a block of
-// fewer rows.
-int64_t ExpectedBlocks(
-    const QuantizedMatmul& problem, int block_m,
-    const std::function<double(int)>& part = [](int) { return 1.0; });
+// Blocks of `block_m` rows if every row chooses its group at random.
+int64_t ExpectedBlocks(const QuantizedMatmul& problem, int block_m);
 
 // Maximum number of blocks for any sizes.
 int64_t MaxBlocks(const QuantizedMatmul& problem, int block_m);
@@ -24,8 +20,6 @@ int64_t MaxBlocks(const QuantizedMatmul& problem, int block_m);
 int GroupTableBytes(const QuantizedMatmul& problem);
 
 // The batch of blocks of `block_m` rows whose plan and cost represent a ragged product; a dense product itself.
-QuantizedMatmul BlocksOf(
-    const QuantizedMatmul& problem, int block_m,
-    const std::function<double(int)>& part = [](int) { return 1.0; });
+QuantizedMatmul BlocksOf(const QuantizedMatmul& problem, int block_m);
 
 }  // namespace jaxlowbit

@@ -3,6 +3,7 @@
 #include "cuda/select/select.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <iterator>
@@ -103,7 +104,7 @@ constexpr int kStreamBlocks[] = {1, 8, 16, 32}, kCommonBlock = 8;
 // Maximum experts of a ragged product, whose table is in shared memory.
 constexpr int64_t kMaxExperts = 512;
 
-// Whether one of Hopper's kernels supports a ragged product. Its instances are compiled at first use.
+// Whether a kernel supports a ragged product. Its instances are compiled at first use.
 Support SupportsRagged(const QuantizedMatmul& problem, const Device& device) {
   if (problem.batch != 1 || problem.transposed || problem.permuted_parts > 0 ||
       Is8Bit(problem.lhs) || problem.apply_lhs_scale) {
@@ -119,10 +120,10 @@ Support SupportsRagged(const QuantizedMatmul& problem, const Device& device) {
   const QuantizedMatmul blocks = BlocksOf(problem, kCommonBlock);
   const Support support = Supports(blocks, device);
   if (!support) return support;
-  for (Kernel kernel : {Kernel::kQmmSm90Stream, Kernel::kQmmSm90}) {
-    if (Supports(kernel, blocks, device)) return {};
+  for (const KernelDecision& decision : kKernels) {
+    if (Supports(decision.kernel, blocks, device)) return {};
   }
-  return Supports(Kernel::kQmmSm90, blocks, device);
+  return Supports(Kernel::kQmmSm80, blocks, device);
 }
 
 // Microseconds for reading each weight that has rows once.
@@ -134,7 +135,8 @@ double ReadCost(const QuantizedMatmul& problem, const Device& device) {
   return kilobytes / (sm90_stream::kCosts.read_kilobytes * RelativeMemoryRate(device));
 }
 
-// The cheapest choice for a ragged product, by the cost of the expected blocks. Choices that only wait for memory
+// The cheapest choice for a ragged product, by the cost of the expected blocks: of qmm_sm80 if Hopper's kernels do not
+// support it, because of the device or an operand that is not aligned. Choices that only wait for memory
 // cost the same; of these, selects the one with the smallest blocks and, for qmm_sm90_stream, tiles of 4 slices (8 rows)
 // or 8, whose activations are not more than half of the weights.
 Choice SelectRagged(const QuantizedMatmul& problem, const Device& device) {
@@ -171,17 +173,15 @@ Choice SelectRagged(const QuantizedMatmul& problem, const Device& device) {
     return left.block_m < right.block_m;
   });
   for (const Choice& choice : choices) {
-    // A small height of a large tile leaves most of an SM idle.
-    const bool is_large = choice.block_m > 64 && choice.block_m * problem.experts() > 2 * problem.m;
-    if (choice.peers > 1 || choice.split_k > 1 || is_large) continue;
-    // Below about 50 rows, a tile costs what its weights cost.
-    constexpr int kWeightRows = 50;
-    const auto part = [&](int rows) {
-      return static_cast<double>(std::max(kWeightRows, sm90::Height(rows, choice.block_m))) /
-             std::max(kWeightRows, choice.block_m);
-    };
-    const QuantizedMatmul blocks = BlocksOf(problem, choice.block_m, part);
+    if (choice.peers > 1 || choice.split_k > 1) continue;
+    const QuantizedMatmul blocks = BlocksOf(problem, choice.block_m);
     if (Supports(choice, blocks, device, 0)) consider(choice, Cost(blocks, device, choice));
+  }
+  if (std::isfinite(min_cost)) return best;
+  for (const Choice& choice : sm80::Choices(problem)) {
+    const QuantizedMatmul blocks = BlocksOf(problem, choice.block_m);
+    if (choice.split_k > 1 || !Supports(choice, blocks, device, 0)) continue;
+    consider(choice, Cost(blocks, device, choice));
   }
   return best;
 }
@@ -295,7 +295,6 @@ Support Supports(const QuantizedMatmul& problem, const Device& device) {
 
 Support Supports(Kernel kernel, const QuantizedMatmul& problem, const Device& device) {
   if (problem.is_ragged()) {
-    if (kernel == Kernel::kQmmSm80) return {"its rows have no groups"};
     return Supports(kernel, BlocksOf(problem, kCommonBlock), device);
   }
   Support support = Supports(problem, device);

@@ -18,7 +18,7 @@ from .problem import Operands, Problem
 from .stored_rows import Product, of_stored_rows
 from .target import Target
 
-_OLDEST, HOPPER = 80, 90  # compute capabilities
+OLDEST, HOPPER = 80, 90  # compute capabilities
 FLOAT32_PARTS = 3
 """The number of bfloat16 parts of float32 activations, which tensor cores do not multiply: bfloat16
 has 8 significant bits, float32 24."""
@@ -42,7 +42,7 @@ def unsupported(
     dtypes = (EXACT, lhs) if sums else (lhs, lhs)
     fields = {"scale_accumulators": sums, "transposed": transposed}
     product = call.record(format, *dtypes, k=k, n=n, **fields)
-    reason = ffi.unsupported(product, _OLDEST) or None
+    reason = ffi.unsupported(product, OLDEST) or None
     if reason is None and built and (what := ffi.compiled_for(product)):
         reason = extension.no_compiler(what)
     return reason

@@ -19,7 +19,6 @@ from .._core.array import QuantizedArray
 from . import call, cuda_attend, extension
 from .block import add_block, add_mlp
 from .call import Call, stored_weight
-from .cuda import HOPPER
 from .extension import UNAVAILABLE, ffi
 from .layers import Layer, run_layers
 
@@ -198,8 +197,11 @@ def moe(
     return call.apart(calls.run()[0])[0].reshape(*rows, down.n)
 
 
-def unsupported_ragged(lhs: Any, rhs: QuantizedArray, activation: str | None) -> str | None:
-    """Returns None if Hopper kernels multiply rows in groups of this dtype, else the reason."""
+def unsupported_ragged(
+    lhs: Any, rhs: QuantizedArray, activation: str | None, capability: int
+) -> str | None:
+    """Returns None if kernels for a compute capability multiply these rows in groups, else the
+    reason."""
     if rhs.index is not None or rhs.packed.shape[0] == 0:
         return "the stack is a view of a longer one, or empty"
     stack = math.prod(rhs.shape[:-2])
@@ -214,7 +216,7 @@ def unsupported_ragged(lhs: Any, rhs: QuantizedArray, activation: str | None) ->
         activation=activation or "none",
     )
     what = ffi.compiled_for(product)
-    return ffi.unsupported(product, HOPPER) or extension.no_compiler(what)
+    return ffi.unsupported(product, capability) or extension.no_compiler(what)
 
 
 def quantized(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from .._backends import cuda_calls
-from .._backends.cuda import HOPPER
+from .._backends.cuda import OLDEST
 from .._backends.target import Target
 from .._core import checks, explicit, indexing
 from .._core.activations import EXACT, QuantizedActivations, value_dtype
@@ -141,10 +141,10 @@ class RaggedCall(Call):
         """Returns None if the kernels of a target compute this product, else the reason."""
         if self.dtype is not None:
             return "activations have 8 bits"
-        if not target.is_only(HOPPER):
-            return "only kernels of Hopper multiply rows in groups"
         reason = Call.unsupported(self, (lhs,), (rhs,), target)
-        return reason or cuda_calls.unsupported_ragged(lhs, rhs, activation)
+        for capability in sorted(target.capabilities) or [OLDEST]:
+            reason = reason or cuda_calls.unsupported_ragged(lhs, rhs, activation, capability)
+        return reason
 
 
 @dataclasses.dataclass(frozen=True)

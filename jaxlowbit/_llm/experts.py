@@ -27,15 +27,16 @@ def route(
     **Arguments:**
 
     - `x`: (..., width).
-    - `router`, `bias`: float32 (width, experts), and (experts,) or None.
+    - `router`, `bias`: floats (width, experts), and (experts,) or None.
     - `scale`: a factor of the weight of each expert, float32 (experts,), or None.
 
     **Returns:** int32 and float32 (..., experts_per_token), the largest weight first. Logits and
     their softmax are float32; of experts with equal logits the first is chosen.
     """
+    router = router.astype(jnp.float32)
     logits = jnp.matmul(x.astype(jnp.float32), router, precision=lax.Precision.HIGHEST)
     if bias is not None:
-        logits += bias[None, None]
+        logits += bias.astype(jnp.float32)[None, None]
     top, expert = lax.top_k(logits, config.experts_per_token)
     over = top if config.normalized_experts else logits
     largest = top[..., :1]

@@ -140,6 +140,15 @@ def test_ties_select_the_first_expert():
     np.testing.assert_allclose(weight, 1 / 2)
 
 
+def test_routers_of_any_dtype():
+    x = jax.random.normal(jax.random.key(0), (1, 5, QWEN3.width))
+    router = jax.random.normal(jax.random.key(1), (QWEN3.width, 8), jnp.bfloat16)
+    bias = jax.random.normal(jax.random.key(2), (8,), jnp.bfloat16)
+    found = experts.route(QWEN3, x, router, bias)
+    want = experts.route(QWEN3, x, router.astype(jnp.float32), bias.astype(jnp.float32))
+    jax.tree.map(np.testing.assert_array_equal, found, want)
+
+
 # --- files ----------------------------------------------------------------------------------------
 
 
@@ -266,7 +275,10 @@ def test_other_numbers_of_devices_raise():
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [("mixtral-8x7b", 46.7), ("qwen3-30b-a3b", 30.5), ("gpt-oss-20b", 20.9), ("gpt-oss-120b", 117)],
+    [
+        *(("mixtral-8x7b", 46.7), ("qwen3-30b-a3b", 30.5), ("gemma-4-26b-a4b", 25.2)),
+        *(("gpt-oss-20b", 20.9), ("gpt-oss-120b", 117)),
+    ],
 )
 def test_bench_models_have_the_published_sizes(name, billions):
     config = SHAPES[name]

@@ -169,7 +169,12 @@ class RaggedTable {
     return {static_cast<int>(totals.x), static_cast<int>(totals.y), static_cast<int>(totals.z)};
   }
 
-  // Tiles with a weight come first, then tiles of rows that are zero.
+  // Tiles with a weight, which come first.
+  __device__ int NumProducts(const RaggedParams& p) const {
+    return Totals().blocks * p.columns.divisor;
+  }
+
+  // All tiles: then come tiles of rows that are zero.
   __device__ int NumTiles(const RaggedParams& p) const {
     const RaggedTotals totals = Totals();
     return totals.blocks * p.columns.divisor + BlocksOf(p, totals.begin) +

@@ -13,7 +13,7 @@ class LhsCopier {
   using T = typename I::T;
 
   __device__ LhsCopier(const Params& p, const Tile& tile) : p_(p) {
-    const Batched<int64_t> schedule = ScheduleOf(p);
+    const auto schedule = ScheduleOf<I>(p, tile);
     const int row = threadIdx.x / I::kLhsChunks, chunk = threadIdx.x % I::kLhsChunks;
     const int64_t column = int64_t{tile.stage_begin} * I::kBlockK + chunk * kPerChunk;
     source_ = static_cast<const T*>(p.lhs) +

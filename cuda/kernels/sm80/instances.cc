@@ -23,16 +23,18 @@ InstanceKey KeyOf(const QuantizedMatmul& problem, int block_m, const Device& dev
           ZeroKind::kNone,
           problem.bits,
           problem.codebook,
-          Variant{block_m, partial_sums}.number()};
+          Variant{block_m, partial_sums, problem.is_ragged()}.number()};
 }
 
 std::string NameOf(const InstanceKey& key) {
   const Variant variant = Variant::Of(key);
-  return "jaxlowbit::sm80::QmmSm80Kernel<jaxlowbit::sm80::Instance<" + CudaName(key.lhs) + ", " +
-         CudaName(key.scale) + ", " + std::to_string(variant.block_m) + ", " +
-         std::to_string(key.bits) +
-         ", jaxlowbit::sm80::PartialSums::" + kPartialSums[variant.partial_sums] +
-         LastArgument(key.codebook) + ">>";
+  const std::string instance =
+      "jaxlowbit::sm80::Instance<" + CudaName(key.lhs) + ", " + CudaName(key.scale) + ", " +
+      std::to_string(variant.block_m) + ", " + std::to_string(key.bits) +
+      ", jaxlowbit::sm80::PartialSums::" + kPartialSums[variant.partial_sums] +
+      LastArgument(key.codebook) + ">";
+  return "jaxlowbit::sm80::QmmSm80Kernel<" +
+         (variant.ragged ? "jaxlowbit::sm80::RaggedInstance<" + instance + ">" : instance) + ">";
 }
 
 std::vector<InstanceKey> InstancesOf(int bits) {

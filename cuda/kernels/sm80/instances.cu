@@ -13,7 +13,7 @@ static_assert(static_cast<int>(PartialSums::kNone) == kPlainSums &&
 
 KernelFunction Find(const InstanceKey& key) {
   const Variant variant = Variant::Of(key);
-  if (variant.partial_sums != kPlainSums) return nullptr;
+  if (variant.partial_sums != kPlainSums || variant.ragged) return nullptr;
   return WithFormat(key, [&](auto lhs, auto scale, auto bits) {
     return WithValue<kBlockMs>(variant.block_m, [&](auto m) -> KernelFunction {
       using T = typename decltype(lhs)::type;

@@ -20,9 +20,12 @@ inline constexpr int kPlainSums = 0, kGroupSums = 1, kHalfStageSums = 2;
 struct Variant {
   int block_m;
   int partial_sums;
+  bool ragged = false;  // not prebuilt
 
-  static constexpr Variant Of(const InstanceKey& key) { return {key.variant / 4, key.variant % 4}; }
-  constexpr int number() const { return 4 * block_m + partial_sums; }
+  static constexpr Variant Of(const InstanceKey& key) {
+    return {key.variant / 8, key.variant % 4, key.variant / 4 % 2 != 0};
+  }
+  constexpr int number() const { return 8 * block_m + 4 * static_cast<int>(ragged) + partial_sums; }
 };
 
 // The instance for `problem` and tiles of `block_m` rows. Without a compiler it accumulates in float32 even if float16

@@ -28,6 +28,9 @@
 // order, so that results repeat bit for bit. The epilogue follows that reduction, or the last stage. In a gated
 // product the two atoms of a CTA are a strip of the gate and the same strip of up.
 //
+// Ragged. A RaggedInstance has a CTA for each tile that there may be, whatever the sizes of the groups; the others end
+// at once.
+//
 // Registers. Opaque (device/copy.cuh) keeps a thread's shared memory offsets in registers; otherwise the loop over
 // stages would recompute them. ptxas for sm_80, bf16 by 4 bits, 64 rows: 155 registers, 166 without Opaque; 3 CTAs
 // allow 168.
@@ -48,7 +51,7 @@ template <class I>
 __device__ void StoreResults(const Params& p, const Tile& tile, uint8_t* shared,
                              const Accumulators<I>& acc) {
   const EpilogueParams& e = p.epilogue;
-  const Batched<int64_t> schedule = ScheduleOf(p);
+  const auto schedule = ScheduleOf<I>(p, tile);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t column = tile.block * kAtom + warp * 16 + lane / 4;  // of the first accumulator
   float4* own = reinterpret_cast<float4*>(shared) + threadIdx.x;
@@ -90,16 +93,56 @@ __device__ void StoreResults(const Params& p, const Tile& tile, uint8_t* shared,
     Finish(e, up, residual, values);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      StoreOut<typename I::T>(p, tile, m0 + j % 2, n0 + j / 2 * 8, values[j]);
+      StoreOut<I>(p, tile, m0 + j % 2, n0 + j / 2 * 8, values[j]);
     }
   }
+}
+
+// Stores zeros in all columns of rows without a weight.
+template <class I>
+__device__ void StoreZeros(const Params& p, const Tile& tile) {
+  const auto schedule = ScheduleOf<I>(p, tile);
+  for (int row = 0; row < schedule.Rows(0); ++row) {
+    for (int64_t column = threadIdx.x; column < p.out_columns; column += kThreads) {
+      StoreOut<I>(p, tile, row, column, 0);
+    }
+  }
+}
+
+// Finds the tile of a CTA among the groups, whose table is in shared memory before the ring is. Returns whether it is a
+// product; rows without a weight become zeros.
+template <class I>
+__device__ bool FindRaggedTile(const Params& p, uint32_t shared, Tile* tile) {
+  const RaggedTable groups(shared);
+  if (threadIdx.x < 32) groups.Store(p.ragged);
+  __syncthreads();
+  const int number = static_cast<int>(blockIdx.x);
+  if (number >= groups.NumTiles(p.ragged)) return false;
+  RaggedTile rows = groups.Find(p.ragged, number);
+  // The ring overwrites the table.
+  __syncthreads();
+  rows.end = min(rows.end, rows.first + p.ragged.block);
+  *tile = {};
+  tile->rows = rows;
+  tile->block = rows.column * (p.epilogue.gated ? 1 : kAtomsN);
+  if (rows.expert < 0) {
+    StoreZeros<I>(p, *tile);
+    return false;
+  }
+  CompleteTile<I>(p, tile);
+  return true;
 }
 
 template <class I>
 __global__ void __launch_bounds__(kThreads, CtasByRegisters(I::kBlockM, I::kAccumulatorBytes))
     QmmSm80Kernel(const __grid_constant__ Params p) {
   extern __shared__ __align__(16) uint8_t ring[];  // [kStages][slot_bytes]
-  const Tile tile = OwnTile<I>(p, p.epilogue.gated ? 1 : kAtomsN);
+  Tile tile;
+  if constexpr (I::kRagged) {
+    if (!FindRaggedTile<I>(p, SharedAddress(ring), &tile)) return;
+  } else {
+    tile = OwnTile<I>(p, p.epilogue.gated ? 1 : kAtomsN);
+  }
   StageCopier<I> copier(p, tile);
   StageMultiplier<I> multiplier(p, tile);
   Accumulators<I> acc = {};
@@ -121,7 +164,7 @@ __global__ void __launch_bounds__(kThreads, CtasByRegisters(I::kBlockM, I::kAccu
         const int64_t m = tile.m0 + mma * 8 + lane % 4 * 2 + i % 2;
         const int64_t n =
             (tile.block + atom * p.atom_step) * kAtom + warp * 16 + i / 2 * 8 + lane / 4;
-        StoreOut<typename I::T>(p, tile, m, n, acc[atom][mma][i]);
+        StoreOut<I>(p, tile, m, n, acc[atom][mma][i]);
       }
     }
   }

@@ -9,6 +9,7 @@
 #include "cuda/kernels/sm80/params.cuh"
 #include "cuda/kernels/sm80/select.h"
 #include "cuda/ops/reduce_splits.h"
+#include "cuda/select/ragged.h"
 
 namespace jaxlowbit::sm80 {
 namespace {
@@ -45,6 +46,7 @@ Params ParamsOf(const QuantizedMatmul& problem, const Addresses& buffers, const 
   p.epilogue = EpilogueOf(problem, buffers);
   p.table = TableOf(problem, buffers);
   p.units = UnitsOf(problem);
+  if (problem.is_ragged()) p.ragged = RaggedOf(problem, choice.block_m, p.out_tiles);
   return p;
 }
 
@@ -55,7 +57,9 @@ class Sm80Launch final : public KernelLaunch {
         device_(device),
         function_(function),
         params_(ParamsOf(step.problem, step.products.front().buffers, step.choice)),
-        ctas_(params_.m_tiles * params_.out_tiles * params_.split_k * params_.batch),
+        ctas_(params_.out_tiles * (step.problem.is_ragged()
+                                       ? MaxBlocks(step.problem, step.choice.block_m)
+                                       : params_.m_tiles * params_.split_k * params_.batch)),
         shared_bytes_(SharedBytesOf(step.problem, step.choice.block_m)) {}
 
   cudaError_t Launch(const Buffers* products, cudaStream_t stream) const override {
@@ -71,6 +75,8 @@ class Sm80Launch final : public KernelLaunch {
     p.epilogue.residual = b.residual;
     p.units.data = b.unit;
     p.units.index = b.index;
+    p.ragged.sizes = b.group_sizes;
+    p.ragged.offset = b.group_offset;
     const LaunchConfig config(ctas_, kThreads, shared_bytes_, stream);
     const cudaError_t error = LaunchFunction(config, function_, &p);
     if (error != cudaSuccess || p.split_k == 1) return error;

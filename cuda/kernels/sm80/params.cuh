@@ -10,6 +10,7 @@
 #include "cuda/device/packed.cuh"
 #include "cuda/device/schedule/batched.cuh"
 #include "cuda/device/schedule/order.cuh"
+#include "cuda/device/schedule/ragged.cuh"
 #include "cuda/kernels/epilogue.cuh"
 #include "cuda/kernels/sm80/plan.h"
 #include "cuda/types.h"
@@ -47,6 +48,13 @@ struct Instance {
   static constexpr int kTiles = kBlockM / 8;  // of the instruction, along the rows
   // 16-byte chunks of a row of lhs in a stage.
   static constexpr int kLhsChunks = kBlockK * 2 / kCopyBytes;
+  static constexpr bool kRagged = false;
+};
+
+// The instance of a ragged product (device/schedule/ragged.cuh).
+template <class Dense>
+struct RaggedInstance : Dense {
+  static constexpr bool kRagged = true;
 };
 
 struct Params {
@@ -79,25 +87,46 @@ struct Params {
   EpilogueParams epilogue;
   TableParams table;
   UnitParams units;
+  RaggedParams ragged;  // for a RaggedInstance
 };
 
 // A CTA's part of the product.
 struct Tile {
-  int64_t m0;      // first row
+  int64_t m0;      // first row, of its batch element or of `rows`
   int64_t batch;   // position in the batch
   int64_t weight;  // number of the packed weight
   int64_t up;      // number of the other weight of a gated product
   int split;
   int block;                   // first atom along the columns of out
   int stage_begin, stage_end;  // along the reduced dimension
+  RaggedTile rows;             // of a RaggedInstance
 };
 
-__device__ inline Batched<int64_t> ScheduleOf(const Params& p) { return {p.m, p.epilogue.gated}; }
+template <class I>
+__device__ auto ScheduleOf(const Params& p, const Tile& tile) {
+  if constexpr (I::kRagged) {
+    const auto& [expert, column, first, end] = tile.rows;
+    return Ragged<>{expert, first, first, end, p.ragged.experts, p.epilogue.gated};
+  } else {
+    return Batched<int64_t>{p.m, p.epilogue.gated};
+  }
+}
+
+// Sets the weights and the stages of a tile whose other members are set.
+template <class I>
+__device__ void CompleteTile(const Params& p, Tile* tile) {
+  const auto schedule = ScheduleOf<I>(p, *tile);
+  tile->weight = WeightAt(p.index, p.num_weights, schedule.Position(tile->batch));
+  tile->up =
+      p.epilogue.gated ? WeightAt(p.index, p.num_weights, schedule.UpPosition(tile->batch)) : 0;
+  const int per_split = (p.stages + p.split_k - 1) / p.split_k;
+  tile->stage_begin = tile->split * per_split;
+  tile->stage_end = min(p.stages, tile->stage_begin + per_split);
+}
 
 // `atoms`: atoms of a tile along the columns of out.
 template <class I>
 __device__ Tile OwnTile(const Params& p, int atoms) {
-  const Batched<int64_t> schedule = ScheduleOf(p);
   const RowsFirst order = {p.m_tiles, p.out_tiles, p.split_k};
   const TilePlace<int64_t> place = order.Find(blockIdx.x, atoms, I::kBlockM);
   Tile tile;
@@ -105,12 +134,7 @@ __device__ Tile OwnTile(const Params& p, int atoms) {
   tile.block = place.column;
   tile.split = place.split;
   tile.batch = place.batch;
-  tile.weight = WeightAt(p.index, p.num_weights, schedule.Position(tile.batch));
-  tile.up =
-      p.epilogue.gated ? WeightAt(p.index, p.num_weights, schedule.UpPosition(tile.batch)) : 0;
-  const int per_split = (p.stages + p.split_k - 1) / p.split_k;
-  tile.stage_begin = tile.split * per_split;
-  tile.stage_end = min(p.stages, tile.stage_begin + per_split);
+  CompleteTile<I>(p, &tile);
   return tile;
 }
 
@@ -170,18 +194,19 @@ __device__ inline void CopyGroupChunk(const Params& p, uint32_t target, const vo
 
 // Stores one element of a tile to out or, with split-K, to this split's partial sums in the workspace, whose rows are
 // padded to whole atoms.
-template <typename T>
+template <class I>
 __device__ void StoreOut(const Params& p, const Tile& tile, int64_t row, int64_t column,
                          float value) {
   const bool partial = p.split_k > 1;
   const int64_t row_size = partial ? p.out_columns_padded : p.out_columns;
-  const Batched<int64_t> schedule = ScheduleOf(p);
+  const auto schedule = ScheduleOf<I>(p, tile);
   if (row >= schedule.Rows(tile.batch) || column >= row_size) return;
-  const int64_t split_offset = schedule.Row(tile.split * p.batch, 0) * row_size;
+  const int64_t split_offset = tile.split * p.batch * p.m * row_size;
   const int64_t offset = split_offset + schedule.Row(tile.batch, row) * row_size + column;
   if (partial || p.out_float) {
     static_cast<float*>(p.out)[offset] = value;
   } else {
+    using T = typename I::T;
     static_cast<T*>(p.out)[offset] = T(value);
   }
 }

@@ -9,6 +9,7 @@
 #include "cuda/kernels/sm80/costs.h"
 #include "cuda/kernels/sm80/plan.h"
 #include "cuda/limits.h"
+#include "cuda/select/ragged.h"
 
 namespace jaxlowbit::sm80 {
 namespace {
@@ -136,9 +137,10 @@ int64_t OutTiles(const QuantizedMatmul& problem) {
 }
 
 int SharedBytesOf(const QuantizedMatmul& problem, int block_m) {
-  return SharedBytes(block_m, problem.bits, problem.group_size,
-                     static_cast<int>(problem.scale_bytes()),
-                     static_cast<int>(problem.zero_bytes()), problem.transposed);
+  const int ring = SharedBytes(block_m, problem.bits, problem.group_size,
+                               static_cast<int>(problem.scale_bytes()),
+                               static_cast<int>(problem.zero_bytes()), problem.transposed);
+  return problem.is_ragged() ? std::max(ring, GroupTableBytes(problem)) : ring;
 }
 
 }  // namespace jaxlowbit::sm80

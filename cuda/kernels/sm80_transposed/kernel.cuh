@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kThreads, CtasByRegisters(I::kBlockM, 8))
       for (int from = 1; from < kWarpsPerAtom; ++from) sum += at(from, warp, mma, i);
       const int64_t m = tile.m0 + mma * 8 + lane % 4 * 2 + i % 2;
       const int64_t k = tile.block * kAtom + warp * kStepK + i / 2 * 8 + lane / 4;
-      StoreOut<typename I::T>(p, tile, m, k, sum);
+      StoreOut<I>(p, tile, m, k, sum);
     }
   }
 }

@@ -47,6 +47,15 @@ class StageFiller {
     }
   }
 
+  // Starts loading all scales of a tile to L2: the consumers check them before they multiply (TileMultiplier).
+  __device__ void PrefetchScales(const Tile& tile) const {
+    const int bytes = p_.groups * static_cast<int>(kAtom * sizeof(typename I::S));
+    const int strips = min(I::kCtaStrips, p_.strips - tile.strip);
+    for (int s = 0; s < strips; ++s) {
+      PrefetchToL2(static_cast<const char*>(p_.scale) + StripOf<I>(p_, tile, s) * bytes, bytes);
+    }
+  }
+
  private:
   struct Stage {
     int atom, group;                // the first
@@ -75,7 +84,7 @@ class StageFiller {
 
   // Whether a tile has fewer rows than others.
   __device__ bool IsLast(const Tile& tile) const {
-    if constexpr (I::kRagged) return HeightOf<I>(tile) < I::kM;
+    if constexpr (I::kRagged) return false;  // the rows of the next group follow
     return tile.m0 + I::kM > ScheduleOf(p_).Rows(tile.batch);
   }
 

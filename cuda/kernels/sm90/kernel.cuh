@@ -65,6 +65,18 @@ __device__ void InitBarriers(const Plan& plan, int peer_shift, Memory memory) {
   PublishBarriers();
 }
 
+// The next task of the consumers. Ragged: the producer has found it before it loaded the first stage.
+template <class I>
+__device__ Task NextTask(const Params& p, Memory memory, int number, int rank, int tasks,
+                         const RingCursor& cursor) {
+  if constexpr (I::kRagged) {
+    Wait(memory.full(cursor.slot), cursor.parity);
+    return WholeTile(p, memory.LoadTile(tasks));
+  } else {
+    return TaskOf<I>(p, memory, number, rank);
+  }
+}
+
 template <class I>
 __global__ void __launch_bounds__(I::kThreads, I::kTile.ctas_per_sm)
     QmmSm90Kernel(const __grid_constant__ Params p) {
@@ -93,8 +105,14 @@ __global__ void __launch_bounds__(I::kThreads, I::kTile.ctas_per_sm)
       const StageFiller<I> filler(p, rank, memory);
       int ahead = cluster < num_tasks ? filler.LoadAhead(TaskOf<I>(p, memory, cluster, rank)) : 0;
       WaitForPreviousKernels();
-      for (int number = cluster; number < num_tasks; number += clusters) {
-        filler.Fill(TaskOf<I>(p, memory, number, rank), ahead, cursor);
+      int tasks = 0;
+      for (int number = cluster; number < num_tasks; number += clusters, ++tasks) {
+        const Task task = TaskOf<I>(p, memory, number, rank);
+        if constexpr (I::kRagged) {
+          memory.StoreTile(tasks, task.tile);
+          filler.PrefetchScales(task.tile);
+        }
+        filler.Fill(task, ahead, cursor);
         ahead = 0;
       }
     }
@@ -108,20 +126,20 @@ __global__ void __launch_bounds__(I::kThreads, I::kTile.ctas_per_sm)
     WaitForPreviousKernels();
     Accumulators<I> acc;
     Factors<I> factors;
-    for (int number = cluster; number < num_tasks; number += clusters) {
-      const Task task = TaskOf<I>(p, memory, number, rank);
-      if constexpr (I::kRagged) {
-        if (task.tile.batch < 0) {
-          storer.StoreZeros(task.tile);
-          continue;
-        }
-      }
+    int number = cluster, tasks = 0;
+    for (; number < num_tasks; number += clusters, ++tasks) {
+      const Task task = NextTask<I>(p, memory, number, rank, tasks, cursor);
       if (task.partial < 0) storer.Begin(task.tile);
       multiplier.Multiply(task, acc, factors, cursor);
       if (task.partial < 0) {
         storer.Store(task.tile, acc, factors);
       } else {
         StorePartial<I>(p, task.partial, acc, factors);
+      }
+    }
+    if constexpr (I::kRagged) {
+      for (; number < memory.groups(p.plan).NumTiles(p.ragged); number += clusters) {
+        storer.StoreZeros(TaskOf<I>(p, memory, number, rank).tile);
       }
     }
     storer.Finish();

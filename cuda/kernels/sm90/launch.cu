@@ -59,8 +59,8 @@ Params ParamsOf(const PlannedStep& step, const StreamK& schedule) {
   p.lhs_rows = tile.m / choice.peers;
   p.lhs_in_atoms = choice.peers == 1 && problem.k % kAtom == 0 && !Is8Bit(problem.lhs);
   // Swizzled tiles are multiples of 8 rows.
-  p.last_rows = problem.is_ragged() ? SmallHeight(tile.m)
-                                    : static_cast<int>(CeilDiv(p.m % tile.m, 8 * choice.peers)) * 8;
+  p.last_rows =
+      problem.is_ragged() ? 0 : static_cast<int>(CeilDiv(p.m % tile.m, 8 * choice.peers)) * 8;
   p.group_bytes = p.plan.bytes.scales + p.plan.bytes.zeros;
   p.n_blocks = static_cast<int>(problem.n_blocks());
   p.strips = static_cast<int>(problem.strips());

@@ -242,14 +242,9 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
     MultiplyAll(task, pairs, acc, cursor);
   }
 
-  // Multiplies the first kRows rows of a tile, or fewer if a ragged tile has fewer.
-  template <int kRows = I::kM, class R>
+  template <class R>
   __device__ void MultiplyAll(const Task& task, R (&pairs)[I::kStrips], Accumulators<I>& acc,
                               RingCursor& cursor) const {
-    constexpr int kSmall = SmallHeight(I::kM);
-    if constexpr (I::kRagged && kSmall < kRows) {
-      if (HeightOf<I>(task.tile) < kRows) return MultiplyAll<kSmall>(task, pairs, acc, cursor);
-    }
     const int begin = task.atom_begin, end = Opaque(task.atom_end);
     const int group_atoms = Opaque(p_.atoms_per_group.divisor);
     const int group_rows = Opaque(p_.groups_per_atom * static_cast<int>(kAtom));
@@ -257,8 +252,8 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
                    -1,          cursor,
                    group_atoms, group_rows};
 #pragma unroll 1
-    while (state.atom + kUnroll <= end) MultiplyAtoms<kUnroll, kRows>(state, pairs, acc);
-    if (kUnroll > 1 && state.atom < end) MultiplyAtoms<1, kRows>(state, pairs, acc);
+    while (state.atom + kUnroll <= end) MultiplyAtoms<kUnroll>(state, pairs, acc);
+    if (kUnroll > 1 && state.atom < end) MultiplyAtoms<1>(state, pairs, acc);
     WgmmaWait<0>();
     FenceRegisters(acc);
     Free(state.previous);
@@ -282,7 +277,7 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
   static constexpr bool kWithinStages = kLong<R> && kLongAtoms < I::kStageAtoms;
 
   // Multiplies kAtoms atoms, beginning with a stage.
-  template <int kAtoms, int kRows, class R>
+  template <int kAtoms, class R>
   __device__ void MultiplyAtoms(State& state, R (&pairs)[I::kStrips], Accumulators<I>& acc) const {
     uint32_t weights[2][kUnitSteps][4];
     Stage stage;
@@ -292,7 +287,7 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
       if (in_stage == 0) stage = BeginStage(state.cursor, pairs);
 #pragma unroll
       for (int s = 0; s < I::kStrips; ++s) {
-        MultiplyAtom<kAtoms, kRows>(state, stage, a, s, pairs[s], weights, acc[s]);
+        MultiplyAtom<kAtoms>(state, stage, a, s, pairs[s], weights, acc[s]);
       }
       if ((kGroups<R> || kWithinStages<R>) && --state.left == 0) {
         state.left = state.group_atoms;
@@ -325,7 +320,7 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
   }
 
   // Multiplies atom `a` of kAtoms and strip `s` in units, which alternate between the sets of `weights`.
-  template <int kAtoms, int kRows, class R>
+  template <int kAtoms, class R>
   __device__ void MultiplyAtom(const State& state, const Stage& stage, int a, int s, R& rows,
                                uint32_t (&weights)[2][kUnitSteps][4],
                                float (&acc)[I::kM / 2]) const {
@@ -361,8 +356,8 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
       WgmmaFence();
 #pragma unroll
       for (int step = 0; step < kUnitSteps; ++step) {
-        WarpgroupMma<T, kRows>::Run(
-            reinterpret_cast<float (&)[kRows / 2]>(acc), own[step],
+        WarpgroupMma<T, I::kM>::Run(
+            acc, own[step],
             stage.lhs + in_stage * (I::kLhsBytes >> 4) + (first + step) * kStepDescription);
       }
       WgmmaCommit();

@@ -105,7 +105,7 @@ struct Params {
   int lhs_rows;  // rows per load: of a tile, or of a peer's part of it
   // Rows of the last tile of a batch element, or a peer's part, in multiples of 8; 0: same as other tiles. The last
   // tile has separate loads, since TMA is slower for rows out of bounds. Rows beyond are undefined in shared memory,
-  // and their accumulators are not stored. Ragged: the small height of a tile (plan.h).
+  // and their accumulators are not stored.
   int last_rows;
   // Whether one load covers all atoms of a stage: k is a multiple of 64, and there are no peers.
   bool lhs_in_atoms;
@@ -139,12 +139,6 @@ struct Tile {
   int batch, strip, m0;
   int end;  // ragged: the end of the group's rows
 };
-
-// The rows that are loaded and multiplied for a tile of a RaggedInstance.
-template <class I>
-__device__ inline int HeightOf(const Tile& tile) {
-  return Height(tile.end - tile.m0, I::kM);
-}
 
 __device__ inline Batched<int> ScheduleOf(const Params& p) { return {p.m, p.epilogue.gated}; }
 
@@ -199,6 +193,20 @@ struct Memory {
   __device__ uint32_t scales(const Plan& plan, int slot) const {
     return base + plan.scales + slot * plan.scales_bytes;
   }
+  // Ragged: tile `number` of this CTA, which the producer stores before it loads the first stage.
+  __device__ void StoreTile(int number, const Tile& tile) const {
+    const auto word = [](int value) { return static_cast<uint32_t>(value); };
+    StoreShared16(TileRecord(number),
+                  make_uint4(word(tile.batch), word(tile.strip), word(tile.m0), word(tile.end)));
+  }
+  __device__ Tile LoadTile(int number) const {
+    const auto value = [](uint32_t word) { return static_cast<int>(word); };
+    const uint4 tile = LoadShared16(TileRecord(number));
+    return {value(tile.x), value(tile.y), value(tile.z), value(tile.w)};
+  }
+  __device__ uint32_t TileRecord(int number) const {
+    return base + kBarriersBytes + number % kTileRecords * kTileRecordBytes;
+  }
   // The table of a RaggedInstance.
   __device__ RaggedTable groups(const Plan& plan) const {
     return RaggedTable(scales(plan, plan.num_stages));
@@ -208,7 +216,7 @@ struct Memory {
 template <class I>
 __device__ inline int NumTasks(const Params& p, Memory memory) {
   if constexpr (!I::kRagged) return p.num_tasks;
-  return memory.groups(p.plan).NumTiles(p.ragged);
+  return memory.groups(p.plan).NumProducts(p.ragged);
 }
 
 // The work item of a CTA: a tile, or a part of a tail tile along k.
@@ -218,17 +226,17 @@ struct Task {
   int atom_begin, atom_end;  // along k
 };
 
-template <class I>
-__device__ inline Task RaggedTaskOf(const Params& p, Memory memory, int number) {
-  const RaggedTile tile = memory.groups(p.plan).Find(p.ragged, number);
-  const int k_blocks = tile.expert < 0 ? 0 : p.k_blocks;
-  return {{tile.expert, tile.column * I::kCtaStrips, tile.first, tile.end}, -1, 0, k_blocks};
+__device__ inline Task WholeTile(const Params& p, const Tile& tile) {
+  return {tile, -1, 0, p.k_blocks};
 }
 
 // The task of one peer of a cluster.
 template <class I>
 __device__ inline Task TaskOf(const Params& p, Memory memory, int number, int rank) {
-  if constexpr (I::kRagged) return RaggedTaskOf<I>(p, memory, number);
+  if constexpr (I::kRagged) {
+    const RaggedTile tile = memory.groups(p.plan).Find(p.ragged, number);
+    return WholeTile(p, {tile.expert, tile.column * I::kCtaStrips, tile.first, tile.end});
+  }
   Task task;
   int tile = number, begin = 0, end = p.plan.stages;
   task.partial = -1;

@@ -69,18 +69,12 @@ inline constexpr int kMaxStages = 8;
 inline constexpr int kTmaAlignment = 1024;  // of a swizzled tensor-map tile in shared memory
 inline constexpr int kTmaTarget = 128;      // of other TMA loads
 inline constexpr int kBarriersBytes = 256;
+// Ragged: the producer passes tiles on to the consumers. It is at most a ring of stages ahead of them.
+inline constexpr int kTileRecords = kMaxStages + 2, kTileRecordBytes = 16;
+static_assert(kBarriersBytes + kTileRecords * kTileRecordBytes <= kTmaAlignment);
 inline constexpr int kStoreBuffers = 4;
 // Store buffers for results. With an epilogue, the others contain accumulators.
 inline constexpr int kResultBuffers = 2;
-
-// Ragged: a tile of fewer rows, usually the last one of a group, has a smaller height. A third height would take more
-// registers.
-JAXLOWBIT_HOST_DEVICE constexpr int SmallHeight(int m) {
-  return m % 64 == 0 ? m / 4 : m % 32 == 0 ? m / 2 : m;
-}
-JAXLOWBIT_HOST_DEVICE constexpr int Height(int rows, int m) {
-  return rows <= SmallHeight(m) ? SmallHeight(m) : m;
-}
 
 // The largest multiple of kStoreStep up to `max_rows` that divides `rows`.
 constexpr int LargestStoreRows(int rows, int max_rows) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The producer warp: global to shared memory. Each lane loads the same piece of every stage, so it computes addresses
+// A producer warp: global to shared memory. Each lane loads the same piece of every stage, so it computes addresses
 // once per tile. A piece is the packed weights of a strip, the packed weights of part of a strip in one atom, or the
 // scales or zeros of a strip.
 #pragma once
@@ -64,14 +64,6 @@ class StageFiller {
     FillWeights(stage, cursor.slot);
     FillLhs(stage, cursor.slot);
     cursor.Advance(p_.plan.num_stages);
-  }
-
-  // Takes the pieces of another filler.
-  __device__ void Take(const StageFiller& other) {
-    first_strip_ = other.first_strip_, up_strip_ = other.up_strip_;
-    packed_bytes_ = other.packed_bytes_, group_bytes_ = other.group_bytes_;
-    kind_ = other.kind_, atom_ = other.atom_, source_ = other.source_;
-    target_ = other.target_, bytes_ = other.bytes_;
   }
 
  private:

@@ -23,8 +23,8 @@
 //             end of a tile: send partial sums to their owners ─► add in order ─► epilogue ─► store
 //                                                                                                (reduce.cuh)
 //
-// Ragged. CTAs are persistent (device/schedule/ragged.cuh): the ring goes on from one tile to the next, and a tile is
-// reduced when the warp has multiplied the next one.
+// Ragged. CTAs are persistent (device/schedule/ragged.cuh): the ring goes on from one tile to the next, two producers
+// take turns, and a tile is reduced when the warp has multiplied the next one.
 //
 // Gated. Strips of the gate and of up alternate, and a warp's two slices are the same channels of both.
 //
@@ -157,28 +157,25 @@ __device__ void Consume(const Params& p, const Share& share, Memory memory) {
   }
 }
 
-// Loads all tiles. The pieces of the next tile are found while the ring is full.
+// Loads every second tile of the CTA, from its tile `turn` on; another producer loads the others. So one finds its next
+// tile, which takes 4,000 cycles, while the other loads.
 template <class I>
-__device__ void FillRagged(const Params& p, Memory memory, const RaggedTable& groups, int first,
-                           int clusters, int num_products) {
-  if (first >= num_products) return;
+__device__ void FillRagged(const Params& p, Memory memory, const RaggedTable& groups, int turn,
+                           int first, int clusters, int num_products) {
+  constexpr int kBarrier = 2,
+                kBoth = 2 * 32;  // named barriers: the other producer has loaded a tile
   RingCursor cursor = {0, 1};
-  Share share = RaggedShareOf(p, groups.Find(p.ragged, first));
-  StageFiller<I> filler(p, share, memory);
-  int tiles = 0;
-  for (int number = first; number < num_products; number += clusters, ++tiles) {
-    if (threadIdx.x % 32 == 0) memory.StoreTile(tiles, share.tile);
-    Share next = share;
-    StageFiller<I> following = filler;
-    for (int stage = 0; stage < share.stages; ++stage) {
-      if (stage + 1 == share.stages && number + clusters < num_products) {
-        next = RaggedShareOf(p, groups.Find(p.ragged, number + clusters));
-        following.Take(StageFiller<I>(p, next, memory));
-      }
-      filler.FillStage(stage, cursor);
+  int tile = turn, number = first + turn * clusters;
+  for (; number < num_products; number += 2 * clusters, tile += 2) {
+    const Share share = RaggedShareOf(p, groups.Find(p.ragged, number));
+    const StageFiller<I> filler(p, share, memory);
+    if (tile > 0) {
+      cursor.Advance(share.stages, p.plan.num_stages);
+      Synchronize(kBarrier + turn, kBoth);
     }
-    share = next;
-    filler.Take(following);
+    if (threadIdx.x % 32 == 0) memory.StoreTile(tile, share.tile);
+    for (int stage = 0; stage < share.stages; ++stage) filler.FillStage(stage, cursor);
+    if (number + clusters < num_products) ArriveForOthers(kBarrier + 1 - turn, kBoth);
   }
 }
 
@@ -211,7 +208,7 @@ __device__ void StoreZeros(const Params& p, const RaggedTile& tile) {
   }
 }
 
-// A RaggedInstance: persistent CTAs, whose producer loads weights of the next tile while consumers end one.
+// A RaggedInstance: persistent CTAs, whose producers load weights of the next tile while consumers end one.
 template <class I>
 __device__ void MultiplyRagged(const Params& p, Memory memory) {
   const int warp = threadIdx.x / 32;
@@ -226,9 +223,9 @@ __device__ void MultiplyRagged(const Params& p, Memory memory) {
   LaunchDependents();
   const int first = static_cast<int>(blockIdx.x) >> p.plan.cluster_shift;
   const int clusters = static_cast<int>(gridDim.x) >> p.plan.cluster_shift;
-  const int num_products = groups.Totals().blocks * p.ragged.columns.divisor;
-  if (warp == kWarps) {
-    FillRagged<I>(p, memory, groups, first, clusters, num_products);
+  const int num_products = groups.NumProducts(p.ragged);
+  if (warp >= kWarps) {
+    FillRagged<I>(p, memory, groups, warp - kWarps, first, clusters, num_products);
     WaitForArrivals();
     return;
   }
@@ -253,7 +250,7 @@ __device__ void MultiplyRagged(const Params& p, Memory memory) {
 }
 
 template <class I>
-__global__ void __launch_bounds__(kThreads, I::kCtasPerSm)
+__global__ void __launch_bounds__(ThreadsOf(I::kRagged), I::kCtasPerSm)
     QmmSm90StreamKernel(const __grid_constant__ Params p) {
 #if __CUDA_ARCH__ == 900
   extern __shared__ __align__(kTmaAlignment) uint8_t shared[];

@@ -88,6 +88,7 @@ class StreamLaunch final : public KernelLaunch {
       : count_(step.products.size()),
         function_(function),
         cluster_ctas_(step.choice.split_k),
+        threads_(ThreadsOf(step.problem.is_ragged())),
         pdl_(step.problem.pdl) {
     const QuantizedMatmul& problem = step.problem;
     const Choice& choice = step.choice;
@@ -131,14 +132,14 @@ class StreamLaunch final : public KernelLaunch {
     }
     const cudaError_t error = Encode(lhs_, first.lhs, &p.lhs);
     if (error != cudaSuccess) return error;
-    const LaunchConfig config(grid_, kThreads, p.plan.shared_bytes, stream, pdl_, cluster_ctas_);
+    const LaunchConfig config(grid_, threads_, p.plan.shared_bytes, stream, pdl_, cluster_ctas_);
     return LaunchFunction(config, function_, &p);
   }
 
  private:
   const size_t count_;  // of products
   const void* const function_;
-  const int cluster_ctas_;
+  const int cluster_ctas_, threads_;
   const bool pdl_;
   Params params_;
   dim3 grid_;

@@ -22,7 +22,8 @@
 namespace jaxlowbit::sm90_stream {
 
 inline constexpr int kConsumerThreads = 32 * kWarps;
-inline constexpr int kThreads = kConsumerThreads + 32;
+// A CTA has one producer warp, or in a ragged product two.
+constexpr int ThreadsOf(bool ragged) { return kConsumerThreads + (ragged ? 2 : 1) * 32; }
 inline constexpr int kRowBytes = kAtom * 2;  // of lhs and an atom
 
 // An instance: type of lhs, type of the scales, kind of zeros, maximum rows, width, CTAs per multiprocessor by
