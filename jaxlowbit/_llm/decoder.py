@@ -51,8 +51,7 @@ class Decoder(nnx.Module):
       `layers.N.{attention_norm,mlp_norm}`, `final_norm`, and, if the configuration has them,
       `layers.N.{q,k,v,o,gate,up,down}_bias`, `layers.N.{q,k}_norm`, `layers.N.{q,k}_all_norm` and
       `layers.N.post_{attention,mlp}_norm`, `layers.N.sinks`; so is `layers.N.router` (width,
-      experts). `Config.shapes` lists all, also those of a dense MLP in addition to
-      experts.
+      experts). `Config.shapes` lists all weights, also of a dense MLP in addition to experts.
     - `dtype`: float32, bfloat16 or float16, of activations and the cache.
     - `lhs_qtype`: None, or `jnp.int8` or `jnp.float8_e4m3fn`, the inputs of products with
       quantized matrices of blocks are rounded to it, with a scale per token
@@ -224,7 +223,7 @@ class Decoder(nnx.Module):
         rotations = [rope.rotation(config, real, local=x, long=long) for x in (False, True)]
         cached = reach is not None or tokens.shape[1] == 1
         reach = cache.slots if reach is None else reach
-        implementations = [
+        implementations: list[attention.Implementation] = [
             self._implementation(tokens, reach, local=local, cached=cached)
             for local in (False, True)
         ]

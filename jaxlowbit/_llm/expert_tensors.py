@@ -128,7 +128,7 @@ def of_stacks(
 
 def of_rows(weights: Mapping[str, Any], config: Config) -> dict[str, Any]:
     """Weights by our names, with stacks (experts, out, in) as lists. Fused outputs are the rows of
-    gate, then those of up.
+    gate, then the rows of up.
 
     **Raises:** `ValueError` for a stack of another shape, and for a weight that is there twice.
     """

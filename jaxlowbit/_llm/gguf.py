@@ -115,6 +115,11 @@ def config_of(file: File) -> Config:
     fields |= _layers(known, entry, sizes["layers"], sizes["context"])
     if _LOCAL_SIZE in names.reads:
         fields |= _global_heads(known, fields, stored.keys())
+        if "rope_freqs.weight" not in file.tensors:
+            raise ValueError(
+                f"{file.path}: there is no tensor 'rope_freqs.weight', the rotation of layers "
+                f"without a window in {names.name}; {AGAIN}."
+            )
     if entry.local_rope_base is not None:
         shared = entry.local_rope_base == "global"
         default = fields["rope_base"] if shared else entry.local_rope_base
@@ -361,8 +366,8 @@ def _global_heads(
             f"'{known.prefix}rope.dimension_count' {rotated}, but layers without a window are "
             f"alike, so are the others, and heads of {size} rotate as a whole; use another model."
         )
-    own = fields["kv_heads"] if not kinds[1] else kinds[1].pop()
-    other = kinds[0].pop() if kinds[0] else own
+    own, other = (next(iter(kind), None) for kind in kinds[::-1])
+    own, other = own or other or fields["kv_heads"], other or own
     values = [f"layers.{i}.v" in stored for i in layers if not local[i]]
     return {
         "kv_heads": own,

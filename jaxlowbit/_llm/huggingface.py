@@ -374,7 +374,7 @@ def _global_heads(
     key = "per_layer_config"
     if key in known.values:
         stored = known.get(key, "an object", {})
-        layers = range(fields["layers"])
+        layers = range(min(max(fields["layers"], 0), MOST["layers"]))
         local = fields.get("window_layers") or [fields.get("window") is not None for _ in layers]
         numbers = [str(i) for i in layers if not local[i]]
         found = stored.get(numbers[0], {}) if numbers else {}

@@ -136,10 +136,10 @@ def _rotation(
 
 
 def _proportional(entries: Fields, head_size: int, part: float) -> RopeScaling | None:
-    """The scaling of a rotation of which only the first part of the pairs turns.
+    """The scaling of a rotation that turns only the first `part` of the pairs of a head.
 
-    The others are divided by 1e30, as in llama.cpp's tensor `rope_freqs`: they turn by less than
-    float32 can represent in 1.
+    It divides the frequencies of the other pairs by 1e30, as llama.cpp's tensor `rope_freqs` does:
+    their cosines are 1 in float32.
     """
     pairs, turning = head_size // 2, int(part * head_size // 2)
     if not 0 <= turning <= pairs:

@@ -110,6 +110,9 @@ def test_quantized_stacks_of_gguf_files(tmp_path):
         stack = found.weights[f"layers.1.{part}"]
         assert stack.shape == (4, 64, 64) and stack.format is not None
         np.testing.assert_array_equal(stack.dequantize(jnp.float32), rows.swapaxes(1, 2))
+    rest = {key: value for key, value in stored.items() if key != "rope_freqs.weight"}
+    with pytest.raises(ValueError, match=r"no tensor 'rope_freqs.weight'"):
+        load(write_gguf(tmp_path / "model.gguf", keys, rest))
     keys["gemma4.attention.head_count_kv"] = [2, 1, 1]
     with pytest.raises(ValueError, match=r"head_count_kv' is \[2, 1, 1\] and"):
         load(write_gguf(tmp_path / "model.gguf", keys, stored))
@@ -147,7 +150,7 @@ def test_a_model_on_two_devices_is_saved_and_read_again(tmp_path):
     mesh = jax.make_mesh((2,), ("model",), axis_types=kinds, devices=jax.devices("cpu")[:2])
     options: dict[str, Any] = {"dtype": jnp.float32, "progress": False}
     model = llm.load(path, mesh=mesh, **options)
-    block = model.decoder.blocks[0]
+    block: Any = model.decoder.blocks[0]
     assert block.down.get_metadata("out_sharding") == ("model", None, None)
     assert block.dense_down.get_metadata("out_sharding") == ("model", None)
     graph, state = nnx.split(model.decoder)
@@ -176,7 +179,8 @@ def test_folded_factors_and_quantized_matrices_give_the_same_block(tmp_path):
 
     def made_up(weight: Any) -> Statistics:
         rows = np.random.default_rng(0).uniform(0.1, 2, weight.shape[:-1]).astype(np.float32)
-        return Statistics(rows**2, rows, np.full(weight.shape[:-2], 32, np.int32))
+        counts: Any = np.full(weight.shape[:-2], 32, np.int32)
+        return Statistics(rows**2, rows, counts)
 
     changed = block._fold({name: made_up(block.floats[name]) for name in block.matrices})
     norms = {"attention_norm", "mlp_norm", "expert_norm"}
