@@ -412,13 +412,15 @@ def test_layers_of_one_kind_have_the_rotation_of_that_kind(tmp_path):
 
 
 def test_a_proportional_rotation_turns_the_first_pairs(tmp_path):
-    scaling = {"rope_type": "proportional", "partial_rotary_factor": 0.5, "factor": 2.0}
-    found = config_of(tmp_path, rope_scaling=scaling).rope_frequencies()
-    wanted = config_of(tmp_path).rope_frequencies() / 2
+    def config(**scaling):
+        return config_of(tmp_path, model_type="llama", rope_scaling=scaling or None)
+
+    options = {"rope_type": "proportional", "partial_rotary_factor": 0.5, "factor": 2.0}
+    found, wanted = config(**options).rope_frequencies(), config().rope_frequencies() / 2
     half = len(wanted) // 2
     np.testing.assert_allclose(found[:half], wanted[:half], rtol=1e-6)
     assert np.abs(found[half:]).max() < 1e-29
-    assert config_of(tmp_path, rope_scaling={"rope_type": "proportional"}).rope_scaling is None
+    assert config(rope_type="proportional").rope_scaling is None
 
 
 @pytest.mark.parametrize(
