@@ -65,7 +65,7 @@ class Block(nnx.Module):
         self.division: Division | None = None
         self.local, self.rotates = config.is_local(index), config.rotates(index)
         pre, post = config.norm_placement != "post", config.norm_placement != "pre"
-        self.head_size = config.head_sizes(local=self.local)[1]
+        self.kv_heads, self.head_size = config.head_sizes(local=self.local)
         self.attention_norm = norm("attention_norm") if pre else None
         names = config.projections(index)
         self.qkv = nnx.List([weight(name) for name in names])

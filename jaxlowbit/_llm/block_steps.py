@@ -57,9 +57,12 @@ def run(
 def together(blocks: Sequence[Block], x: Array) -> int:
     """The number of blocks, from the first on, whose decode steps are one call; 0 if the first one
     needs several calls."""
+    first = blocks[0]
     for i, block in enumerate(blocks):
         following = blocks[i + 1] if i + 1 < len(blocks) else None
-        if not block.one_call(x, following) or (i > 0 and not block.attends_to_products):
+        alike = (block.kv_heads, block.head_size) == (first.kv_heads, first.head_size)
+        joins = i == 0 or (alike and block.attends_to_products)
+        if not joins or not block.one_call(x, following):
             return i
     return len(blocks)
 
