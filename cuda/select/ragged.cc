@@ -19,7 +19,7 @@ int64_t ExpectedBlocks(const QuantizedMatmul& problem, int block_m) {
     sum += probability;
   }
   blocks = sum > 0 ? blocks / sum : 1;
-  const auto all = static_cast<int64_t>(std::ceil(blocks * experts));
+  const auto all = static_cast<int64_t>(std::llround(blocks * experts));
   return std::clamp<int64_t>(all, 1, std::max<int64_t>(problem.m, 1));
 }
 

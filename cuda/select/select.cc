@@ -3,7 +3,6 @@
 #include "cuda/select/select.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <iterator>
@@ -14,6 +13,7 @@
 
 #include "cuda/kernels/instance_key.h"
 #include "cuda/kernels/sm80/select.h"
+#include "cuda/kernels/sm90/plan.h"
 #include "cuda/kernels/sm90/select.h"
 #include "cuda/kernels/sm90_stream/select.h"
 #include "cuda/select/ragged.h"
@@ -128,60 +128,95 @@ Support SupportsRagged(const QuantizedMatmul& problem, const Device& device) {
 
 // Microseconds for reading each weight that has rows once.
 double ReadCost(const QuantizedMatmul& problem, const Device& device) {
+  constexpr double kReached = 0.87;  // of the rate that the largest dense products reach
   const int all_rows = static_cast<int>(std::max<int64_t>(problem.m, 1));
   const auto kilobytes =
       static_cast<double>(ExpectedBlocks(problem, all_rows) * problem.strips() *
                           problem.k_blocks() * kAtom * kAtom * problem.bits / 8 / 1000);
-  return kilobytes / (sm90_stream::kCosts.read_kilobytes * RelativeMemoryRate(device));
+  return kilobytes / (kReached * sm90_stream::kCosts.read_kilobytes * RelativeMemoryRate(device));
 }
 
-// The cheapest choice for a ragged product, by the cost of the expected blocks: of qmm_sm80 if Hopper's kernels do not
-// support it, because of the device or an operand that is not aligned. Choices that only wait for memory
-// cost the same; of these, selects the one with the smallest blocks and, for qmm_sm90_stream, tiles of 4 slices (8 rows)
-// or 8, whose activations are not more than half of the weights.
-Choice SelectRagged(const QuantizedMatmul& problem, const Device& device) {
-  constexpr double kSame = 0.97;
-  Choice best;
-  double min_cost = std::numeric_limits<double>::infinity();
-  const double read = ReadCost(problem, device);
-  const auto consider = [&](const Choice& choice, double computed) {
-    const double cost = std::max(computed, read);
-    if (cost >= kSame * min_cost) return;
-    min_cost = cost;
-    best = choice;
-  };
+// A choice for a ragged product, and its cost without the floor of ReadCost.
+struct RaggedChoice {
+  Choice choice;
+  double computed;
+};
+
+// Choices of qmm_sm90_stream, preferred ones first: the smallest blocks, in tiles of 4 slices, or of 8 if each CTA has
+// several of them.
+std::vector<RaggedChoice> RaggedStreamChoices(const QuantizedMatmul& problem,
+                                              const Device& device) {
+  constexpr int kManyTiles = 4;  // of a CTA
+  std::vector<RaggedChoice> found;
   for (int block_m : kStreamBlocks) {
     const QuantizedMatmul blocks = BlocksOf(problem, block_m);
     if (!Supports(Kernel::kQmmSm90Stream, blocks, device)) continue;
+    const int64_t tiles = blocks.batch * blocks.strips() / 2;  // of 8 slices, two strips
+    const bool has_many =
+        tiles >= int64_t{kManyTiles} * sm90_stream::kMaxCtasPerSm * device.num_sms;
+    const int preferred = has_many ? 8 : 4;
     std::vector<Choice> choices = sm90_stream::Choices(blocks);
-    const int preferred = block_m == kCommonBlock ? 4 : 8;
     std::stable_sort(choices.begin(), choices.end(), [&](const Choice& left, const Choice& right) {
       return std::abs(left.slices - preferred) < std::abs(right.slices - preferred);
     });
-    for (const Choice& choice : choices) {
+    for (Choice& choice : choices) {
       // One tile at a time, with work for all warps.
       if (sm90_stream::kMaxTileSlices % choice.slices != 0) continue;
       if (!sm90_stream::SupportsChoice(choice, blocks, device, 0)) continue;
       const double cost = sm90_stream::RaggedCost(blocks, device, choice);
-      Choice own = choice;
-      own.block_m = block_m;
-      consider(own, cost / RelativeClock(device));
+      choice.block_m = block_m;
+      found.push_back({choice, cost / RelativeClock(device)});
     }
   }
-  std::vector<Choice> choices = sm90::Choices(problem);
-  std::stable_sort(choices.begin(), choices.end(), [](const Choice& left, const Choice& right) {
-    return left.block_m < right.block_m;
-  });
-  for (const Choice& choice : choices) {
+  return found;
+}
+
+// Choices of qmm_sm90, the smallest blocks first.
+std::vector<RaggedChoice> RaggedTileChoices(const QuantizedMatmul& problem, const Device& device) {
+  constexpr double kTwoCtas = 1.2;  // measured: tiles with two CTAs per SM do not hide their ends
+  std::vector<RaggedChoice> found;
+  for (const Choice& choice : sm90::Choices(problem)) {
     if (choice.peers > 1 || choice.split_k > 1) continue;
     const QuantizedMatmul blocks = BlocksOf(problem, choice.block_m);
-    if (Supports(choice, blocks, device, 0)) consider(choice, Cost(blocks, device, choice));
+    if (!Supports(choice, blocks, device, 0)) continue;
+    const bool two_ctas = sm90::kTiles[choice.tile].ctas_per_sm > 1;
+    found.push_back({choice, Cost(blocks, device, choice) * (two_ctas ? kTwoCtas : 1)});
   }
-  if (std::isfinite(min_cost)) return best;
+  std::stable_sort(found.begin(), found.end(), [](const auto& left, const auto& right) {
+    return left.choice.block_m < right.choice.block_m;
+  });
+  return found;
+}
+
+// Choices of qmm_sm80, the smallest blocks first.
+std::vector<RaggedChoice> RaggedGeneralChoices(const QuantizedMatmul& problem,
+                                               const Device& device) {
+  std::vector<RaggedChoice> found;
   for (const Choice& choice : sm80::Choices(problem)) {
     const QuantizedMatmul blocks = BlocksOf(problem, choice.block_m);
     if (choice.split_k > 1 || !Supports(choice, blocks, device, 0)) continue;
-    consider(choice, Cost(blocks, device, choice));
+    found.push_back({choice, Cost(blocks, device, choice)});
+  }
+  return found;
+}
+
+// The cheapest choice for a ragged product, by the cost of the expected blocks; the first one of those that only wait
+// for memory. qmm_sm80 multiplies what Hopper's kernels do not support, because of the device or of an operand that is
+// not aligned.
+Choice SelectRagged(const QuantizedMatmul& problem, const Device& device) {
+  constexpr double kSame = 0.97;
+  std::vector<RaggedChoice> choices = RaggedStreamChoices(problem, device);
+  const std::vector<RaggedChoice> tiles = RaggedTileChoices(problem, device);
+  choices.insert(choices.end(), tiles.begin(), tiles.end());
+  if (choices.empty()) choices = RaggedGeneralChoices(problem, device);
+  Choice best;
+  double min_cost = std::numeric_limits<double>::infinity();
+  const double read = ReadCost(problem, device);
+  for (const auto& [choice, computed] : choices) {
+    const double cost = std::max(computed, read);
+    if (cost >= kSame * min_cost) continue;
+    min_cost = cost;
+    best = choice;
   }
   return best;
 }
