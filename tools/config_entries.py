@@ -28,6 +28,8 @@ CLASSES = {
     "gemma2": "gemma2.Gemma2Config",
     "gemma3_text": "gemma3.Gemma3TextConfig",
     "gemma3": "gemma3.Gemma3Config",
+    "gemma4_text": "gemma4.Gemma4TextConfig",
+    "gemma4": "gemma4.Gemma4Config",
     "phi3": "phi3.Phi3Config",
     "olmo2": "olmo2.Olmo2Config",
     "olmo3": "olmo3.Olmo3Config",
@@ -38,7 +40,7 @@ CLASSES = {
     "qwen3_moe": "qwen3_moe.Qwen3MoeConfig",
     "gpt_oss": "gpt_oss.GptOssConfig",
 }
-IMAGES = ("gemma3", "mistral3")  # The decoder is in their text_config.
+IMAGES = ("gemma3", "gemma4", "mistral3")  # The decoder is in their text_config.
 
 
 def class_of(path: str) -> Any:

@@ -31,7 +31,9 @@ def main() -> None:
     for name, entries in golden.CASES.items():
         config = transformers.AutoConfig.for_model(**entries)
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-        parameters = dict(model.named_parameters())
+        stored = model.state_dict().keys()
+        buffers = {key: x for key, x in model.named_buffers() if key in stored}
+        parameters = dict(model.named_parameters()) | buffers
         with torch.no_grad():
             for key, parameter in parameters.items():
                 values = golden.parameter(entries["model_type"], key, tuple(parameter.shape))

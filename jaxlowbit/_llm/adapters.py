@@ -58,7 +58,7 @@ class LoRA:
 
     rank: int = 8
     alpha: float = 16.0
-    targets: str = r"\.(q|k|v|o|gate|up|down)$"
+    targets: str = r"\.(q|k|v|o|(dense_)?(gate|up|down))$"
     use_rslora: bool = False
     seed: int = 0
 

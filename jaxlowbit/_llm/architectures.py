@@ -6,8 +6,10 @@ file and its entry into a `Config`; the decoder reads only that.
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
+
+from . import tensor_names as names
 
 RopePairs = Literal["neighbours", "halves"]
 Activation = Literal["silu", "gelu_tanh", "gpt_oss"]
@@ -25,10 +27,11 @@ FUSED = {
 
 IMAGE_MODELS = {
     "gemma3": ("gemma3_text",),
+    "gemma4": ("gemma4_text",),
     "mistral3": ("mistral", "ministral", "ministral3"),
 }
-"""`model_type` of models with an image encoder, which is skipped, and the possible kinds of decoder
-in their `text_config`, the default first."""
+"""`model_type` of models with encoders of images and sounds, which are skipped, and the possible
+kinds of decoder in their `text_config`, the default first."""
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -122,10 +125,25 @@ class Architecture:
     rope_layers: RopeLayers = "all"
     rope_pattern: int = 0
 
+    @property
+    def has_experts(self) -> bool:
+        return self.huggingface is not None and self.huggingface.experts > 0
+
     def fields(self, width: int) -> dict[str, Any]:
         """The fields of a `Config` that follow from the architecture and the width."""
         scale = float(width) ** 0.5 if self.scaled_embedding else 1.0
         return {**self.parts, "embedding_scale": scale}
+
+
+def entry_of(names: Sequence[str], experts: bool) -> str:
+    """The architecture, of those with the same name in files, that has experts or has none.
+
+    ```python
+    entry_of(["gemma4", "gemma4_moe"], experts=True)  # gemma4_moe
+    ```
+    """
+    found = [name for name in names if ARCHITECTURES[name].has_experts == experts]
+    return found[0] if found else names[0]
 
 
 def weight_name(tensor: str, tensors: Mapping[str, str]) -> str | None:
@@ -162,123 +180,6 @@ def every_nth(layers: int, n: int) -> list[bool]:
 
 
 # --- the table ------------------------------------------------------------------------------------
-
-_GGUF = {
-    "token_embd.weight": "embedding",
-    "output_norm.weight": "final_norm",
-    "output.weight": "head",
-    "blk.N.attn_q.weight": "layers.N.q",
-    "blk.N.attn_k.weight": "layers.N.k",
-    "blk.N.attn_v.weight": "layers.N.v",
-    "blk.N.attn_output.weight": "layers.N.o",
-    "blk.N.ffn_gate.weight": "layers.N.gate",
-    "blk.N.ffn_up.weight": "layers.N.up",
-    "blk.N.ffn_down.weight": "layers.N.down",
-    "blk.N.attn_norm.weight": "layers.N.attention_norm",
-    "blk.N.ffn_norm.weight": "layers.N.mlp_norm",
-}
-_GGUF_BIASES = {
-    "blk.N.attn_q.bias": "layers.N.q_bias",
-    "blk.N.attn_k.bias": "layers.N.k_bias",
-    "blk.N.attn_v.bias": "layers.N.v_bias",
-}
-_GGUF_MORE_BIASES = {
-    "blk.N.attn_output.bias": "layers.N.o_bias",
-    "blk.N.ffn_gate.bias": "layers.N.gate_bias",
-    "blk.N.ffn_up.bias": "layers.N.up_bias",
-    "blk.N.ffn_down.bias": "layers.N.down_bias",
-}
-_GGUF_HEAD_NORMS = {
-    "blk.N.attn_q_norm.weight": "layers.N.q_norm",
-    "blk.N.attn_k_norm.weight": "layers.N.k_norm",
-}
-_GGUF_ALL_NORMS = {
-    "blk.N.attn_q_norm.weight": "layers.N.q_all_norm",
-    "blk.N.attn_k_norm.weight": "layers.N.k_all_norm",
-}
-_GGUF_POST_NORMS = {
-    "blk.N.post_attention_norm.weight": "layers.N.post_attention_norm",
-    "blk.N.post_ffw_norm.weight": "layers.N.post_mlp_norm",
-}
-_EXPERTS = ("gate", "up", "down")
-_GGUF_ROUTER = {"blk.N.ffn_gate_inp.weight": "layers.N.router"}
-_GGUF_EXPERTS = _GGUF_ROUTER | {f"blk.N.ffn_{x}_exps.weight": f"layers.N.{x}" for x in _EXPERTS}
-_GGUF_SINGLE_EXPERTS = {f"blk.N.ffn_{x}.E.weight": f"layers.N.{x}.E" for x in _EXPERTS}
-"""One tensor for each expert, in files of early versions of llama.cpp."""
-_GGUF_EXPERT_BIASES = {f"blk.N.ffn_{x}_exps.bias": f"layers.N.{x}_bias" for x in _EXPERTS}
-
-_FOLDER = {
-    "embed_tokens.weight": "embedding",
-    "norm.weight": "final_norm",
-    "lm_head.weight": "head",
-    "layers.N.self_attn.q_proj.weight": "layers.N.q",
-    "layers.N.self_attn.k_proj.weight": "layers.N.k",
-    "layers.N.self_attn.v_proj.weight": "layers.N.v",
-    "layers.N.self_attn.o_proj.weight": "layers.N.o",
-    "layers.N.mlp.gate_proj.weight": "layers.N.gate",
-    "layers.N.mlp.up_proj.weight": "layers.N.up",
-    "layers.N.mlp.down_proj.weight": "layers.N.down",
-    "layers.N.input_layernorm.weight": "layers.N.attention_norm",
-    "layers.N.post_attention_layernorm.weight": "layers.N.mlp_norm",
-}
-_FOLDER_BIASES = {
-    "layers.N.self_attn.q_proj.bias": "layers.N.q_bias",
-    "layers.N.self_attn.k_proj.bias": "layers.N.k_bias",
-    "layers.N.self_attn.v_proj.bias": "layers.N.v_bias",
-}
-_FOLDER_MORE_BIASES = {
-    "layers.N.self_attn.o_proj.bias": "layers.N.o_bias",
-    "layers.N.mlp.gate_proj.bias": "layers.N.gate_bias",
-    "layers.N.mlp.up_proj.bias": "layers.N.up_bias",
-    "layers.N.mlp.down_proj.bias": "layers.N.down_bias",
-}
-_FOLDER_FUSED = {
-    "layers.N.self_attn.qkv_proj.weight": "layers.N.qkv",
-    "layers.N.mlp.gate_up_proj.weight": "layers.N.gate_up",
-}
-_FOLDER_HEAD_NORMS = {
-    "layers.N.self_attn.q_norm.weight": "layers.N.q_norm",
-    "layers.N.self_attn.k_norm.weight": "layers.N.k_norm",
-}
-_FOLDER_ALL_NORMS = {
-    "layers.N.self_attn.q_norm.weight": "layers.N.q_all_norm",
-    "layers.N.self_attn.k_norm.weight": "layers.N.k_all_norm",
-}
-_FOLDER_POST_NORMS = {
-    "layers.N.post_attention_layernorm.weight": "layers.N.post_attention_norm",
-    "layers.N.pre_feedforward_layernorm.weight": "layers.N.mlp_norm",
-    "layers.N.post_feedforward_layernorm.weight": "layers.N.post_mlp_norm",
-}
-_FOLDER_EXPERTS = {"layers.N.mlp.gate.weight": "layers.N.router"} | {
-    f"layers.N.mlp.experts.E.{x}_proj.weight": f"layers.N.{x}.E" for x in _EXPERTS
-}
-_FOLDER_MIXTRAL = {
-    "layers.N.block_sparse_moe.gate.weight": "layers.N.router",
-    "layers.N.block_sparse_moe.experts.E.w1.weight": "layers.N.gate.E",
-    "layers.N.block_sparse_moe.experts.E.w3.weight": "layers.N.up.E",
-    "layers.N.block_sparse_moe.experts.E.w2.weight": "layers.N.down.E",
-}
-_FOLDER_GPT_OSS = {
-    "layers.N.self_attn.o_proj.bias": "layers.N.o_bias",
-    "layers.N.self_attn.sinks": "layers.N.sinks",
-    "layers.N.mlp.router.weight": "layers.N.router",
-    "layers.N.mlp.router.bias": "layers.N.router_bias",
-    "layers.N.mlp.experts.gate_up_proj": "layers.N.gate_up",
-    "layers.N.mlp.experts.gate_up_proj_bias": "layers.N.gate_up_bias",
-    "layers.N.mlp.experts.down_proj": "layers.N.down",
-    "layers.N.mlp.experts.down_proj_bias": "layers.N.down_bias",
-}
-
-
-def _without(table: Mapping[str, str], *weights: str) -> dict[str, str]:
-    """A table without the names of some weights of layers."""
-    left_out = {f"layers.N.{name}" for name in weights}
-    return {tensor: ours for tensor, ours in table.items() if ours not in left_out}
-
-
-_PRE_NORMS = ("attention_norm", "mlp_norm")
-_GGUF_OLMO2 = _without(_GGUF, *_PRE_NORMS) | _GGUF_POST_NORMS
-_FOLDER_OLMO2 = _without(_FOLDER, *_PRE_NORMS) | _without(_FOLDER_POST_NORMS, "mlp_norm")
 
 _COMMON = {"rms_norm_eps": 1e-6, "hidden_act": "silu"}
 _QWEN = {"num_key_value_heads": 32, "max_window_layers": 28, "sliding_window": 4096}
@@ -329,6 +230,56 @@ _GEMMA3 = {
 }
 
 
+_GEMMA4 = {
+    "vocab_size": 262_144,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "proportional",
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 1_000_000.0,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    },
+    "sliding_window": 512,
+    "hidden_size_per_layer_input": 256,
+}
+_GEMMA4_READS = frozenset(
+    {
+        *("attention_bias", "attention_k_eq_v", "final_logit_softcapping", "global_head_dim"),
+        *("layer_types", "num_global_key_value_heads", "per_layer_config"),
+        "use_bidirectional_attention",
+    }
+)
+# They have an effect only with entries that the decoder lacks.
+_GEMMA4_HARMLESS = frozenset({"use_double_wide_mlp", "vocab_size_per_layer_input"})
+_GEMMA4_EXPERTS = frozenset({"num_experts", "top_k_experts", "moe_intermediate_size"})
+_GEMMA4_PARTS = {
+    "qk_norm": "head",
+    "value_norm": True,
+    "attention_scale": 1.0,
+    "activation": "gelu_tanh",
+    "norm_placement": "pre_and_post",
+    "layer_scale": True,
+}
+_GEMMA4_LAYERS: Any = {
+    "scaled_embedding": True,
+    "window_layers": "pattern",
+    "window_pattern": 6,
+    "local_rope_base": 10_000.0,
+}
+_GEMMA4_KEYS = frozenset({"attention.key_length_swa"})
+
+
 def _scale_of_27b(layers: int) -> Callable[[Mapping[str, Any]], float | None]:
     """The scale of scores in Gemma's 27B models, `(width / heads) ** -0.5`, known by their
     layers."""
@@ -343,23 +294,27 @@ ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(
         Gguf(
             "llama",
-            _GGUF | _GGUF_BIASES | _GGUF_MORE_BIASES | _GGUF_EXPERTS | _GGUF_SINGLE_EXPERTS,
+            names.GGUF
+            | names.GGUF_BIASES
+            | names.GGUF_MORE_BIASES
+            | names.GGUF_EXPERTS
+            | names.GGUF_SINGLE_EXPERTS,
             rope_pairs="neighbours",
             reads=_EXPERT_KEYS,
         ),
         HuggingFace(
             ("llama",),
-            _FOLDER | _FOLDER_BIASES | _FOLDER_MORE_BIASES,
+            names.FOLDER | names.FOLDER_BIASES | names.FOLDER_MORE_BIASES,
             _COMMON,
             reads=_BIASES,
             eos=(2,),
         ),
     ),
     "mistral": Architecture(
-        None,  # its GGUF files have the architecture llama
+        None,  # its names.GGUF files have the architecture llama
         HuggingFace(
             ("mistral",),
-            _FOLDER,
+            names.FOLDER,
             _COMMON | {"num_key_value_heads": 8, "sliding_window": 4096},
             eos=(2,),
         ),
@@ -369,7 +324,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         None,
         HuggingFace(
             ("ministral",),
-            _FOLDER,
+            names.FOLDER,
             _COMMON | {"num_key_value_heads": 8, "sliding_window": 4096},
             reads=frozenset({"layer_types"}),
             eos=(2,),
@@ -379,13 +334,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     "ministral3": Architecture(
         Gguf(
             "mistral3",
-            _GGUF | _GGUF_BIASES | _GGUF_MORE_BIASES,
+            names.GGUF | names.GGUF_BIASES | names.GGUF_MORE_BIASES,
             rope_pairs="neighbours",
             reads=frozenset({"attention.temperature_scale"}),
         ),
         HuggingFace(
             ("ministral3",),
-            _FOLDER,
+            names.FOLDER,
             {
                 "num_key_value_heads": 8,
                 "head_dim": 128,
@@ -400,10 +355,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         window_layers="all",
     ),
     "qwen2": Architecture(
-        Gguf("qwen2", _GGUF | _GGUF_BIASES),
+        Gguf("qwen2", names.GGUF | names.GGUF_BIASES),
         HuggingFace(
             ("qwen2",),
-            _FOLDER | _FOLDER_BIASES,
+            names.FOLDER | names.FOLDER_BIASES,
             _COMMON | _QWEN,
             reads=frozenset({"layer_types"}),
             harmless=frozenset({"attention_bias"}),
@@ -412,10 +367,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         window_layers="upper",
     ),
     "qwen3": Architecture(
-        Gguf("qwen3", _GGUF | _GGUF_HEAD_NORMS),
+        Gguf("qwen3", names.GGUF | names.GGUF_HEAD_NORMS),
         HuggingFace(
             ("qwen3",),
-            _FOLDER | _FOLDER_HEAD_NORMS | _FOLDER_BIASES | _FOLDER_MORE_BIASES,
+            names.FOLDER | names.FOLDER_HEAD_NORMS | names.FOLDER_BIASES | names.FOLDER_MORE_BIASES,
             _COMMON | _QWEN | {"head_dim": 128},
             reads=frozenset({"attention_bias", "layer_types"}),
         ),
@@ -425,14 +380,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma2": Architecture(
         Gguf(
             "gemma2",
-            _GGUF | _GGUF_POST_NORMS,
+            names.GGUF | names.GGUF_POST_NORMS,
             attention_scale=_scale_of_27b(46),
             defaults={"attention.sliding_window": 4096},
             reads=frozenset({"attn_logit_softcapping"}),
         ),
         HuggingFace(
             ("gemma2",),
-            _FOLDER | _FOLDER_POST_NORMS | _FOLDER_BIASES | _FOLDER_MORE_BIASES,
+            names.FOLDER | names.FOLDER_POST_NORMS | names.FOLDER_BIASES | names.FOLDER_MORE_BIASES,
             {
                 "num_key_value_heads": 4,
                 "head_dim": 256,
@@ -463,16 +418,16 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma3": Architecture(
         Gguf(
             "gemma3",
-            _GGUF | _GGUF_HEAD_NORMS | _GGUF_POST_NORMS,
+            names.GGUF | names.GGUF_HEAD_NORMS | names.GGUF_POST_NORMS,
             attention_scale=_scale_of_27b(62),
         ),
         HuggingFace(
             ("gemma3_text",),
-            _FOLDER
-            | _FOLDER_HEAD_NORMS
-            | _FOLDER_POST_NORMS
-            | _FOLDER_BIASES
-            | _FOLDER_MORE_BIASES,
+            names.FOLDER
+            | names.FOLDER_HEAD_NORMS
+            | names.FOLDER_POST_NORMS
+            | names.FOLDER_BIASES
+            | names.FOLDER_MORE_BIASES,
             _GEMMA3,
             names={"hidden_act": "hidden_activation"},
             reads=frozenset(
@@ -494,12 +449,12 @@ ARCHITECTURES: dict[str, Architecture] = {
     "phi3": Architecture(
         Gguf(
             "phi3",
-            _without(_GGUF, "gate", "up")
+            names.without(names.GGUF, "gate", "up")
             | {"blk.N.attn_qkv.weight": "layers.N.qkv", "blk.N.ffn_up.weight": "layers.N.gate_up"},
         ),
         HuggingFace(
             ("phi3",),
-            _without(_FOLDER, "q", "k", "v", "gate", "up") | _FOLDER_FUSED,
+            names.without(names.FOLDER, "q", "k", "v", "gate", "up") | names.FOLDER_FUSED,
             {
                 "hidden_act": "silu",
                 "rms_norm_eps": 1e-5,
@@ -512,10 +467,13 @@ ARCHITECTURES: dict[str, Architecture] = {
         window_layers="all",
     ),
     "olmo2": Architecture(
-        Gguf("olmo2", _GGUF_OLMO2 | _GGUF_ALL_NORMS),
+        Gguf("olmo2", names.GGUF_OLMO2 | names.GGUF_ALL_NORMS),
         HuggingFace(
             ("olmo2",),
-            _FOLDER_OLMO2 | _FOLDER_ALL_NORMS | _FOLDER_BIASES | _FOLDER_MORE_BIASES,
+            names.FOLDER_OLMO2
+            | names.FOLDER_ALL_NORMS
+            | names.FOLDER_BIASES
+            | names.FOLDER_MORE_BIASES,
             {"hidden_act": "silu", "rms_norm_eps": 1e-5},
             reads=frozenset({"attention_bias"}),
             eos=(50_279,),
@@ -525,10 +483,13 @@ ARCHITECTURES: dict[str, Architecture] = {
         local_rope_base="global",
     ),
     "olmo3": Architecture(
-        None,  # its GGUF files have the architecture olmo2
+        None,  # its names.GGUF files have the architecture olmo2
         HuggingFace(
             ("olmo3",),
-            _FOLDER_OLMO2 | _FOLDER_ALL_NORMS | _FOLDER_BIASES | _FOLDER_MORE_BIASES,
+            names.FOLDER_OLMO2
+            | names.FOLDER_ALL_NORMS
+            | names.FOLDER_BIASES
+            | names.FOLDER_MORE_BIASES,
             {
                 "hidden_act": "silu",
                 "rms_norm_eps": 1e-5,
@@ -544,10 +505,14 @@ ARCHITECTURES: dict[str, Architecture] = {
         local_rope_base="global",
     ),
     "smollm3": Architecture(
-        Gguf("smollm3", _GGUF | _GGUF_BIASES | _GGUF_MORE_BIASES, rope_pairs="neighbours"),
+        Gguf(
+            "smollm3",
+            names.GGUF | names.GGUF_BIASES | names.GGUF_MORE_BIASES,
+            rope_pairs="neighbours",
+        ),
         HuggingFace(
             ("smollm3",),
-            _FOLDER | _FOLDER_BIASES | _FOLDER_MORE_BIASES,
+            names.FOLDER | names.FOLDER_BIASES | names.FOLDER_MORE_BIASES,
             _COMMON
             | {"num_key_value_heads": 4, "rope_theta": 2_000_000.0, "tie_word_embeddings": True},
             reads=_BIASES | {"layer_types", "no_rope_layers"},
@@ -560,7 +525,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "granite": Architecture(
         Gguf(
             "granite",
-            _GGUF | _GGUF_BIASES | _GGUF_MORE_BIASES,
+            names.GGUF | names.GGUF_BIASES | names.GGUF_MORE_BIASES,
             rope_pairs="neighbours",
             reads=frozenset(
                 {"embedding_scale", "residual_scale", "logit_scale", "rope.scaling.finetuned"}
@@ -568,17 +533,17 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
         HuggingFace(
             ("granite",),
-            _FOLDER | _FOLDER_BIASES | _FOLDER_MORE_BIASES,
+            names.FOLDER | names.FOLDER_BIASES | names.FOLDER_MORE_BIASES,
             _COMMON | _GRANITE_SCALES,
             reads=_BIASES | _GRANITE_SCALES.keys(),
             eos=(2,),
         ),
     ),
     "exaone4": Architecture(
-        Gguf("exaone4", _GGUF_OLMO2 | _GGUF_HEAD_NORMS),
+        Gguf("exaone4", names.GGUF_OLMO2 | names.GGUF_HEAD_NORMS),
         HuggingFace(
             ("exaone4",),
-            _FOLDER_OLMO2 | _FOLDER_HEAD_NORMS,
+            names.FOLDER_OLMO2 | names.FOLDER_HEAD_NORMS,
             {
                 "hidden_act": "silu",
                 "num_key_value_heads": 32,
@@ -595,10 +560,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         rope_layers="local",
     ),
     "mixtral": Architecture(
-        None,  # its GGUF files are of the architecture llama
+        None,  # its names.GGUF files are of the architecture llama
         HuggingFace(
             ("mixtral",),
-            _without(_FOLDER, *_EXPERTS) | _FOLDER_MIXTRAL,
+            names.without(names.FOLDER, *names.EXPERTS) | names.FOLDER_MIXTRAL,
             {
                 "hidden_act": "silu",
                 "rms_norm_eps": 1e-5,
@@ -615,16 +580,16 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3_moe": Architecture(
         Gguf(
             "qwen3moe",
-            _without(_GGUF, *_EXPERTS) | _GGUF_HEAD_NORMS | _GGUF_EXPERTS,
+            names.without(names.GGUF, *names.EXPERTS) | names.GGUF_HEAD_NORMS | names.GGUF_EXPERTS,
             reads=_MORE_EXPERT_KEYS | {"expert_weights_norm"},
         ),
         HuggingFace(
             ("qwen3_moe",),
-            _without(_FOLDER, *_EXPERTS)
-            | _FOLDER_HEAD_NORMS
-            | _FOLDER_BIASES
-            | _without(_FOLDER_MORE_BIASES, *(f"{x}_bias" for x in _EXPERTS))
-            | _FOLDER_EXPERTS,
+            names.without(names.FOLDER, *names.EXPERTS)
+            | names.FOLDER_HEAD_NORMS
+            | names.FOLDER_BIASES
+            | names.without(names.FOLDER_MORE_BIASES, *(f"{x}_bias" for x in names.EXPERTS))
+            | names.FOLDER_EXPERTS,
             _COMMON
             | {
                 "num_key_value_heads": 4,
@@ -640,7 +605,7 @@ ARCHITECTURES: dict[str, Architecture] = {
                 *("attention_bias", "moe_intermediate_size", "norm_topk_prob"),
                 "use_sliding_window",
             },
-            # intermediate_size is for layers without experts, which other entries exclude.
+            # intermediate_size is for layers names.without experts, which other entries exclude.
             harmless=frozenset({"intermediate_size", "max_window_layers"}),
         ),
         parts={"qk_norm": "head"},
@@ -649,10 +614,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gpt_oss": Architecture(
         Gguf(
             "gpt-oss",
-            _without(_GGUF, *_EXPERTS, "mlp_norm")
-            | _GGUF_BIASES
-            | _GGUF_EXPERTS
-            | _GGUF_EXPERT_BIASES
+            names.without(names.GGUF, *names.EXPERTS, "mlp_norm")
+            | names.GGUF_BIASES
+            | names.GGUF_EXPERTS
+            | names.GGUF_EXPERT_BIASES
             | {
                 "blk.N.attn_output.bias": "layers.N.o_bias",
                 "blk.N.attn_sinks.weight": "layers.N.sinks",
@@ -664,7 +629,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
         HuggingFace(
             ("gpt_oss",),
-            _without(_FOLDER, *_EXPERTS) | _FOLDER_BIASES | _FOLDER_GPT_OSS,
+            names.without(names.FOLDER, *names.EXPERTS)
+            | names.FOLDER_BIASES
+            | names.FOLDER_GPT_OSS,
             {
                 "hidden_act": "silu",
                 "rms_norm_eps": 1e-5,
@@ -692,5 +659,42 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
         window_layers="pattern",
         window_pattern=2,
+    ),
+    "gemma4": Architecture(
+        Gguf("gemma4", names.GGUF_GEMMA4, reads=_GEMMA4_KEYS),
+        HuggingFace(
+            ("gemma4_text",),
+            names.FOLDER_GEMMA4,
+            _GEMMA4,
+            names={"hidden_act": "hidden_activation"},
+            reads=_GEMMA4_READS,
+            harmless=_GEMMA4_HARMLESS | _GEMMA4_EXPERTS,
+            eos=(1,),
+            null_is_default=frozenset(_GEMMA4),
+        ),
+        parts=_GEMMA4_PARTS,
+        **_GEMMA4_LAYERS,
+    ),
+    "gemma4_moe": Architecture(
+        Gguf(
+            "gemma4",
+            names.without(names.GGUF_GEMMA4, *names.EXPERTS)
+            | names.GGUF_EXPERTS
+            | names.GGUF_DENSE,
+            reads=_GEMMA4_KEYS | _MORE_EXPERT_KEYS,
+        ),
+        HuggingFace(
+            ("gemma4_text",),
+            names.without(names.FOLDER_GEMMA4, *names.EXPERTS) | names.FOLDER_DENSE,
+            _GEMMA4,
+            names={"hidden_act": "hidden_activation", "num_experts_per_tok": "top_k_experts"},
+            reads=_GEMMA4_READS | _GEMMA4_EXPERTS,
+            harmless=_GEMMA4_HARMLESS,
+            eos=(1,),
+            null_is_default=frozenset(_GEMMA4),
+            experts=128,
+        ),
+        parts=_GEMMA4_PARTS | {"router_norm": True},
+        **_GEMMA4_LAYERS,
     ),
 }

@@ -8,6 +8,7 @@ import numpy as np
 from flax import nnx
 
 from .._core import checks
+from .architectures import ARCHITECTURES
 from .cache import nbytes
 from .config import Config, RopeScaling
 from .language_model import LanguageModel, check_model
@@ -50,6 +51,14 @@ SHAPES = {
         "qwen3_moe", layers=48, width=2048, heads=32, kv_heads=4, head_size=128, hidden=768,
         vocabulary=151936, context=40960, rope_base=1e6, qk_norm="head", norm_epsilon=1e-6,
         experts=128, experts_per_token=8,
+    ),
+    "gemma-4-26b-a4b": Config(
+        "gemma4_moe", layers=30, width=2816, heads=16, kv_heads=8, head_size=256, hidden=704,
+        vocabulary=262144, context=262144, global_head_size=512, global_kv_heads=2,
+        keys_as_values=True, rope_base=1e6, local_rope_base=1e4, norm_epsilon=1e-6, tied_head=True,
+        rope_scaling=RopeScaling("factors", factors=(1.0,) * 64 + (1e30,) * 192), window=1024,
+        window_layers=((True,) * 5 + (False,)) * 5, experts=128, experts_per_token=8,
+        dense_hidden=2112, logit_softcap=30.0, **ARCHITECTURES["gemma4_moe"].fields(2816),
     ),
     "gpt-oss-20b": _GPT_OSS.replace(layers=24, window_layers=(True, False) * 12, experts=32),
     "gpt-oss-120b": _GPT_OSS,

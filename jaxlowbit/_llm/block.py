@@ -65,9 +65,11 @@ class Block(nnx.Module):
         self.division: Division | None = None
         self.local, self.rotates = config.is_local(index), config.rotates(index)
         pre, post = config.norm_placement != "post", config.norm_placement != "pre"
+        self.kv_heads, self.head_size = config.head_sizes(local=self.local)
         self.attention_norm = norm("attention_norm") if pre else None
-        self.qkv = nnx.List([weight(name) for name in "qkv"])
-        biases = [weight(f"{name}_bias") for name in "qkv"] if config.attention_bias else []
+        names = config.projections(index)
+        self.qkv = nnx.List([weight(name) for name in names])
+        biases = [weight(f"{name}_bias") for name in names] if config.attention_bias else []
         self.biases = nnx.List(biases)
         self.q_norm = norm("q_norm") if config.qk_norm == "head" else None
         self.k_norm = norm("k_norm") if config.qk_norm == "head" else None
@@ -86,14 +88,25 @@ class Block(nnx.Module):
         self.gate_up_bias = variable(jnp.stack(pair)) if pair else None
         self.router = weight("router") if config.experts else None
         self.router_bias = weight("router_bias") if config.router_bias else None
+        self.router_norm = weight("router_norm") if config.router_norm else None
+        self.expert_scale = weight("expert_scale") if config.router_norm else None
         self.down = weight("down")
         self.down_bias = weight("down_bias") if config.mlp_bias else None
         self.post_mlp_norm = norm("post_mlp_norm") if post else None
+        dense = config.dense_hidden > 0
+        pair = [weight_of(f"layers.{index}.dense_{x}") for x in ("gate", "up") if dense]
+        self.dense_gate_up = nnx.List(_paired(*pair) if dense else [])
+        self.dense_down = weight("dense_down") if dense else None
+        self.post_dense_norm = norm("post_dense_norm") if dense else None
+        self.expert_norm = norm("expert_norm") if dense else None
+        self.post_expert_norm = norm("post_expert_norm") if dense else None
+        self.layer_scale = weight("layer_scale") if config.layer_scale else None
 
     @property
     def weights(self) -> list[Any]:
         """All matrices, and stacks of them, as variables or `Adapted`."""
-        return [*self.qkv, self.o, *self.gate_up, self.down]
+        dense = [] if self.dense_down is None else [*self.dense_gate_up, self.dense_down]
+        return [*self.qkv, self.o, *self.gate_up, self.down, *dense]
 
     @property
     def window(self) -> int | None:
@@ -103,7 +116,7 @@ class Block(nnx.Module):
     @property
     def scale(self) -> float:
         """The factor of scores."""
-        return self.config.attention_scale or self.config.head_size**-0.5
+        return self.config.attention_scale or self.head_size**-0.5
 
     def rounds(self, x: Array) -> bool:
         """Whether activations are quantized for the number of tokens in x."""
@@ -120,7 +133,7 @@ class Block(nnx.Module):
         config = self.config
         if config.norm_placement != "pre" or config.residual_scale != 1:
             return False
-        if config.output_bias or config.mlp_bias or config.experts:
+        if config.output_bias or config.mlp_bias or config.experts or config.layer_scale:
             return False
         matrices = self.o, self.down, *self.gate_up
         quantized = all(isinstance(w.get_value(), QuantizedArray) for w in matrices)
@@ -208,7 +221,7 @@ class Block(nnx.Module):
     ) -> cuda_attend.Operands:
         """The operands of our CUDA kernel for attention; arguments as for `step`."""
         if rotation is None:
-            rotation = rope.identity(positions, self.config.head_size)
+            rotation = rope.identity(positions, self.head_size)
         query, key, value = (x[:, 0] for x in heads)
         return cuda_attend.Operands(
             query=query,
@@ -249,6 +262,7 @@ class Block(nnx.Module):
     def attends_to_products(self) -> bool:
         """Whether attention reads the products as they are."""
         plain = not self.biases and self.q_all_norm is None and self.k_all_norm is None
+        plain = plain and not self.config.value_norm and len(self.qkv) == 3
         return plain and self.config.attention_temperature is None
 
     @property
@@ -260,12 +274,14 @@ class Block(nnx.Module):
 
     def heads(self, products: Sequence[Array], positions: Array) -> tuple[Array, ...]:
         """Queries, keys and values (batch, length, heads, head_size), with their biases, the norms
-        of all heads together, and the temperature of the queries."""
+        of all heads together and of values, and the temperature of the queries."""
         if self.biases:
             products = [biased(x, bias) for x, bias in zip(products, self.biases, strict=True)]
-        norms = self.q_all_norm, self.k_all_norm, None
-        products = [self.normalize_heads(x, norm) for x, norm in zip(products, norms, strict=True)]
-        q, k, v = (x.reshape(*x.shape[:-1], -1, self.config.head_size) for x in products)
+        q, k, v = products if len(products) == 3 else (*products, products[1])
+        q, k = self.normalize_heads(q, self.q_all_norm), self.normalize_heads(k, self.k_all_norm)
+        q, k, v = (x.reshape(*x.shape[:-1], -1, self.head_size) for x in (q, k, v))
+        if self.config.value_norm:
+            v = rms_norm(v, jnp.ones(self.head_size), self.config.norm_epsilon)
         if (factor := rope.temperature(self.config, jnp.maximum(positions, 0))) is not None:
             q = (q.astype(jnp.float32) * factor).astype(q.dtype)
         return q, k, v
@@ -280,10 +296,21 @@ class Block(nnx.Module):
             return self._finish_in_parts(attended, x, following, self.division)
         out = functools.partial(self.multiply, attended, self.o.get_value(), divided=True)
         x = x + self._result(out, x.dtype, self.o_bias, self.post_attention_norm)
+        if self.dense_down is not None:
+            return self._ended(x, self._dense_and_mixture(x), following)
         if self.router is not None:
             return self._finish_with_experts(x, following)
         mlp = functools.partial(self.mlp, self.normalize(x, self.mlp_norm))
-        x = x + self._result(mlp, x.dtype, self.down_bias, self.post_mlp_norm)
+        added = self._result(mlp, x.dtype, self.down_bias, self.post_mlp_norm)
+        return self._ended(x, added, following)
+
+    def _ended(
+        self, x: Array, added: Array, following: "Block | None"
+    ) -> tuple[Array, tuple[Array, ...]]:
+        """The residual stream after the MLP or the experts, and `following.project` of it."""
+        x = x + added
+        if self.layer_scale is not None:
+            x = x * self.layer_scale.get_value().astype(x.dtype)[None, None]
         return x, () if following is None else following.project(x)
 
     def _result(
@@ -345,14 +372,22 @@ class Block(nnx.Module):
         self, x: Array, following: "Block | None"
     ) -> tuple[Array, tuple[Array, ...]]:
         """`finish` from the residual stream after attention on, in two calls if possible."""
-        mixture = functools.partial(self.mixture, self.normalize(x, self.mlp_norm))
+        mixture = functools.partial(self.mixture, self.normalize(x, self.mlp_norm), x)
         added = self._result(mixture, x.dtype, None, self.post_mlp_norm)
         onward = self.onward(following)
-        if onward is not None and not self.rounds(x):
+        if onward is not None and not self.rounds(x) and self.layer_scale is None:
             epsilon = self.config.norm_epsilon
             return normalized_matmuls(x, added, *onward, epsilon=epsilon)
-        x = x + added
-        return x, () if following is None else following.project(x)
+        return self._ended(x, added, following)
+
+    def _dense_and_mixture(self, x: Array) -> Array:
+        """The normalized sum of an MLP and a mixture of experts, each with norms of its input and
+        result."""
+        mlp = functools.partial(self.mlp, self.normalize(x, self.mlp_norm))
+        mixture = functools.partial(self.mixture, self.normalize(x, self.expert_norm), x)
+        dense = self._result(mlp, x.dtype, None, self.post_dense_norm)
+        mixed = self._result(mixture, x.dtype, None, self.post_expert_norm)
+        return self.normalize(dense + mixed, self.post_mlp_norm)
 
     def onward(self, following: "Block | None") -> tuple[Array, Sequence[QuantizedArray]] | None:
         """The norm and weights of the next block for `quantized_block`, if they are quantized."""
@@ -363,11 +398,21 @@ class Block(nnx.Module):
             return None
         return following.attention_norm.get_value(), weights
 
-    def mixture(self, x: Array, dtype: Any) -> Array:
-        """The mixture of experts of a normalized x; on a mesh, of the experts of this device."""
+    def mixture(self, x: Array, stream: Array, dtype: Any) -> Array:
+        """The mixture of experts of a normalized x; on a mesh, of the experts of this device.
+
+        `stream`: the residual stream, which a router with a separate norm reads.
+        """
         assert self.router is not None
         router_bias = None if self.router_bias is None else self.router_bias.get_value()
-        expert, weight = experts.route(self.config, x, self.router.get_value(), router_bias)
+        scale = None if self.expert_scale is None else self.expert_scale.get_value()
+        routed = x
+        if self.router_norm is not None:
+            factors = self.router_norm.get_value() * self.config.width**-0.5
+            routed = rms_norm(stream, factors, self.config.norm_epsilon)
+        expert, weight = experts.route(
+            self.config, routed, self.router.get_value(), router_bias, scale
+        )
         down = self.down.get_value()
         return experts.mix(
             x,
@@ -384,16 +429,20 @@ class Block(nnx.Module):
         )
 
     def mlp(self, x: Array, dtype: Any) -> Array:
-        """The gated MLP of a normalized x, accumulated in float32 and rounded to `dtype`."""
+        """The gated MLP of a normalized x, in a block with experts the dense one; accumulated in
+        float32 and rounded to `dtype`."""
         activation: Any = self.config.activation
-        down = self.down.get_value()
-        if len(self.gate_up) == 1 and not self.rounds(x) and self.gate_up_bias is None:
-            gate_up = self.gate_up[0].get_value()
+        matrices, out = self.gate_up, self.down
+        if self.dense_down is not None:
+            matrices, out = self.dense_gate_up, self.dense_down
+        down = out.get_value()
+        if len(matrices) == 1 and not self.rounds(x) and self.gate_up_bias is None:
+            gate_up = matrices[0].get_value()
             if isinstance(down, QuantizedArray):
                 options = {"activation": activation, "preferred_element_type": dtype}
                 return quantized_mlp(x, gate_up=gate_up, down=down, **options)
             return multiply(quantized_glu(x, gate_up, activation=activation), down, dtype)
-        pair = [weight.get_value() for weight in self.gate_up]
+        pair = [weight.get_value() for weight in matrices]
         if isinstance(pair[0], QuantizedArray) and len(pair) == 1:
             pair = [pair[0].select(i) for i in range(2)]
         gate, up = (self.multiply(x, weight, jnp.float32) for weight in pair)

@@ -22,17 +22,18 @@ def run(
     positions: Array,
     cache: Cache,
     *,
-    implementation: attention.Implementation,
+    implementations: Sequence[attention.Implementation],
     reach: int,
 ) -> tuple[Array, Cache]:
     """The residual stream (batch, length, width) after all blocks, and the cache.
 
-    Arguments: as for `Block.step`.
+    Arguments: as for `Block.step`; `implementations` for blocks without and with a window.
     """
+    native = all(x == "native" for x in implementations)
     products, done = blocks[0].project(x), 0
     while done < len(blocks):
         left = blocks[done:]
-        count = together(left, x) if implementation == "native" else 0
+        count = together(left, x) if native else 0
         if count > 0:
             x, products, cache = _decode(
                 left, count, products, x, rotations, positions, cache, done, reach
@@ -46,7 +47,7 @@ def run(
                 positions,
                 cache,
                 done,
-                implementation=implementation,
+                implementation=implementations[left[0].local],
                 reach=reach,
             )
         done += max(count, 1)
@@ -56,9 +57,12 @@ def run(
 def together(blocks: Sequence[Block], x: Array) -> int:
     """The number of blocks, from the first on, whose decode steps are one call; 0 if the first one
     needs several calls."""
+    first = blocks[0]
     for i, block in enumerate(blocks):
         following = blocks[i + 1] if i + 1 < len(blocks) else None
-        if not block.one_call(x, following) or (i > 0 and not block.attends_to_products):
+        alike = (block.kv_heads, block.head_size) == (first.kv_heads, first.head_size)
+        joins = i == 0 or (alike and block.attends_to_products)
+        if not joins or not block.one_call(x, following):
             return i
     return len(blocks)
 

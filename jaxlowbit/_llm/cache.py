@@ -5,6 +5,7 @@ a shorter prompt: its position is then -1, and no query sees it. One comparison 
 therefore masks later tokens, padding, and tokens before a sliding window.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +19,8 @@ _SMALLEST = 256
 
 
 class Cache(NamedTuple):
-    """Keys and values of every layer, (batch, slots, kv_heads, head_size) each.
+    """Keys and values of every layer, (batch, slots, kv_heads, head_size) each; layers with and
+    without a window may differ in the last two sizes.
 
     `positions` of the slots are int32 (batch, slots), -1 for an empty slot; `used` is the number of
     slots that were written, int32 ().
@@ -121,26 +123,37 @@ def cache_specs(config: Config, axis: str, dtype: Any) -> Cache:
 
 
 def make_cache(
-    config: Config, batch: int, slots: int, dtype: Any, mesh: jax.sharding.Mesh | None = None
+    config: Config,
+    batch: int,
+    slots: int,
+    dtype: Any,
+    mesh: jax.sharding.Mesh | None = None,
+    *,
+    layers: Sequence[int] | None = None,
 ) -> Cache:
     """An empty cache, on the devices of a mesh with one axis if there is one.
 
-    `dtype`: of activations, or int8 or float8_e4m3fn.
+    `dtype`: of activations, or int8 or float8_e4m3fn. `layers`: the numbers of the layers that it
+    has, without a mesh; None for all.
     """
-    shape = (batch, slots, config.kv_heads, config.head_size)
+    numbers = range(config.layers) if layers is None else layers
+    sizes = [config.head_sizes(local=config.is_local(i)) for i in numbers]
+    shapes = [(batch, slots, *size) for size in sizes]
 
     specs = cache_specs(config, "" if mesh is None else mesh.axis_names[0], dtype)
     device = (lambda spec: None) if mesh is None else (lambda spec: jax.NamedSharding(mesh, spec))
 
-    def layers(specs: tuple[Any, ...]) -> tuple[Array, ...]:
-        return tuple(jnp.zeros(shape, dtype, device=device(spec)) for spec in specs)
+    def arrays(specs: tuple[Any, ...]) -> tuple[Array, ...]:
+        pairs = zip(shapes, specs, strict=False)
+        return tuple(jnp.zeros(shape, dtype, device=device(spec)) for shape, spec in pairs)
 
     def scales(specs: tuple[Any, ...]) -> tuple[Array, ...]:
-        return tuple(jnp.zeros(shape[:3], jnp.float32, device=device(spec)) for spec in specs)
+        pairs = zip(shapes, specs, strict=False)
+        return tuple(jnp.zeros(shape[:3], jnp.float32, device=device(x)) for shape, x in pairs)
 
     positions = jnp.full((batch, slots), -1, jnp.int32, device=device(specs.positions))
     used = jnp.zeros((), jnp.int32, device=device(specs.used))
-    pairs = layers(specs.keys), layers(specs.values)
+    pairs = arrays(specs.keys), arrays(specs.values)
     return Cache(*pairs, positions, used, scales(specs.key_scales), scales(specs.value_scales))
 
 

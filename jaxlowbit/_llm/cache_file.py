@@ -127,13 +127,16 @@ def _tokens(path: Path, tensors: dict[str, Tensor], decoder: Decoder) -> list[in
 def _arrays(tensors: dict[str, Tensor], decoder: Decoder, count: int) -> dict[str, np.ndarray]:
     """Keys and values (count, kv_heads, head_size), and their scales (count, kv_heads), by name,
     memory-mapped."""
-    config = decoder.config
-    shape, kind = (count, config.kv_heads, config.head_size), _KINDS[jnp.dtype(decoder.cache_dtype)]
+    config, kind = decoder.config, _KINDS[jnp.dtype(decoder.cache_dtype)]
     arrays = {}
     for name, tensor in tensors.items():
-        if name.partition(".")[0] in ("keys", "values"):
+        if name == "tokens":
+            continue
+        field, _, number = name.partition(".")
+        shape = (count, *config.head_sizes(local=config.is_local(int(number))))
+        if field in ("keys", "values"):
             arrays[name] = tensor.check((kind,), shape).array()
-        elif name != "tokens":
+        else:
             arrays[name] = tensor.check(("F32",), shape[:2]).array()
     return arrays
 

@@ -50,6 +50,14 @@ _FOLDS = (
     ("mlp_norm", ("gate", "up")),
     ("up", ("down",)),
 )
+_FOLDS_WITH_DENSE = (
+    _FOLDS[0],
+    ("mlp_norm", ("dense_gate", "dense_up")),
+    ("dense_up", ("dense_down",)),
+    ("expert_norm", ("gate", "up")),
+    ("up", ("down",)),
+)
+"""In blocks with experts and a dense MLP, whose router has a separate norm."""
 
 
 class Source(NamedTuple):
@@ -275,20 +283,25 @@ class _Block:
         changed: set[str] = set()
         if factors_of is None:
             return changed
-        for before, names in _FOLDS:
+        config = self.source.config
+        for before, readers in _FOLDS_WITH_DENSE if config.dense_hidden else _FOLDS:
+            names = tuple(name for name in readers if name in self.floats)
             if before not in self.floats or not set(names) <= set(self.matrices):
                 continue
+            if before == "v" and config.value_norm:
+                continue  # it undoes factors
             sizes = {self.floats[name].shape[-2] for name in names}
             if sizes != {self.floats[before].shape[-1]}:
                 continue  # heads share the columns of values
-            if before == "up" and self.source.config.activation == "gpt_oss":
+            if before == "up" and config.activation == "gpt_oss":
                 continue  # it clips the products of up
             formats = tuple(self.rounding.formats[self.prefix + name] for name in names)
             weights, own = tuple(self.floats[name] for name in names), statistics[names[0]]
             if self.floats[before].ndim == 1:  # experts share the factors of a norm
                 weights, own = tuple(map(_joined, weights)), own.pooled()
             factor = _registry.stack_factors(weights, own, factors_of, formats)
-            for name in (*names, "router") if before == "mlp_norm" else names:
+            routed = before == "mlp_norm" and not config.router_norm
+            for name in (*names, "router") if routed else names:
                 if name in self.floats:
                     weight = self.floats[name]
                     self.floats[name] = weight * _spread(factor, weight)[..., None]
@@ -326,7 +339,7 @@ def forward(config: Config, weights: Mapping[str, Any], index: int, x: Array) ->
     block = Block(config, weights.__getitem__, index)
     batch, length = x.shape[:2]
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
-    cache = make_cache(config.replace(layers=1), batch, length, x.dtype).advance(positions)
+    cache = make_cache(config, batch, length, x.dtype, layers=[index]).advance(positions)
     long = config.takes_long_factors(length)
     rotation = rope.rotation(config, positions, local=block.local, long=long)
     options = {"implementation": "xla", "reach": length}

@@ -19,11 +19,15 @@ MOST = {
     "kv_heads": 2**14,
     "head_size": 2**14,
     "hidden": 2**22,
+    "dense_hidden": 2**22,
     "experts": 2**14,
     "vocabulary": 2**24,
     "context": 2**31 - 1,
 }
-_MATRICES = ("q", "k", "v", "o", "gate", "up", "down", "embedding", "head")
+_MATRICES = (
+    *("q", "k", "v", "o", "gate", "up", "down", "dense_gate", "dense_up", "dense_down"),
+    *("embedding", "head"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,6 +185,11 @@ class Config:
     - `layers`, `width`, `heads`, `kv_heads`, `head_size`, `hidden`, `vocabulary`: sizes.
       `kv_heads` divides `heads`; `hidden` is the width of the gated MLP.
     - `context`: maximum number of positions.
+    - `global_head_size`, `global_kv_heads`: of the layers without a window, if they differ from the
+      other layers; else None.
+    - `keys_as_values`: whether the layers without a window have no value projection: their values
+      are the products with the key weights, before norm and rotation.
+    - `value_norm`: whether each head of values has an RMS norm without factors.
     - `norm_epsilon`: added to mean squares.
     - `rope_base`, `rope_pairs`: the base of the rotation's frequencies, and the elements of a head
       that rotate together: 2i and 2i + 1 (`"neighbours"`) or i and i + rope_size / 2 (`"halves"`).
@@ -203,6 +212,13 @@ class Config:
     - `normalized_experts`: whether the weights of the experts of a token are divided by their sum.
       A weight is the softmax of the router's logits, in float32.
     - `router_bias`: whether the router has a bias.
+    - `router_norm`: whether the router reads the residual stream with a separate norm, whose
+      factors are `router_norm * width ** -0.5`, and multiplies the weights of the selected experts
+      by their `expert_scale`.
+    - `dense_hidden`: in models with experts, the width of a dense MLP, which all tokens take too; 0
+      for none. Inputs and results of both have separate norms: `mlp_norm` and `post_dense_norm` of
+      the MLP, `expert_norm` and `post_expert_norm` of the experts, `post_mlp_norm` of the sum.
+    - `layer_scale`: whether each layer multiplies the residual stream after it by a number.
     - `sinks`: whether each head has a logit, `sinks`, in the denominator of its softmax.
     - `norm_placement`: norms of the inputs of attention and MLP (`"pre"`), of their results
       (`"post"`), or of both (`"pre_and_post"`).
@@ -233,6 +249,10 @@ class Config:
     hidden: int
     vocabulary: int
     context: int
+    global_head_size: int | None = None
+    global_kv_heads: int | None = None
+    keys_as_values: bool = False
+    value_norm: bool = False
     norm_epsilon: float = 1e-5
     rope_base: float = 10000.0
     rope_pairs: RopePairs = "halves"
@@ -252,6 +272,9 @@ class Config:
     experts_per_token: int = 0
     normalized_experts: bool = True
     router_bias: bool = False
+    router_norm: bool = False
+    dense_hidden: int = 0
+    layer_scale: bool = False
     sinks: bool = False
     norm_placement: NormPlacement = "pre"
     norm_offset: float = 0.0
@@ -268,13 +291,17 @@ class Config:
     def __post_init__(self) -> None:
         _one_of("Config", "architecture", self.architecture, tuple(ARCHITECTURES))
         for name, most in MOST.items():
-            if name != "experts" or self.experts != 0:
+            if name not in ("experts", "dense_hidden") or getattr(self, name) != 0:
                 _size("Config", name, getattr(self, name), most)
-        if self.heads % self.kv_heads:
-            raise ValueError(
-                f"Config: heads={self.heads} and kv_heads={self.kv_heads}, but heads of queries "
-                "share those of keys equally; kv_heads divides heads."
-            )
+        for name in ("head_size", "kv_heads"):
+            if (size := getattr(self, f"global_{name}")) is not None:
+                _size("Config", f"global_{name}", size, MOST[name])
+        for name in ("kv_heads", "global_kv_heads"):
+            if (size := getattr(self, name)) is not None and self.heads % size:
+                raise ValueError(
+                    f"Config: heads={self.heads} and {name}={size}, but heads of queries share "
+                    f"those of keys equally; {name} divides heads."
+                )
         self._check_experts()
         _one_of("Config", "qk_norm", self.qk_norm, (None, *get_args(QkNorm)))
         _one_of("Config", "activation", self.activation, get_args(Activation))
@@ -287,7 +314,8 @@ class Config:
         _number("Config", "norm_offset", self.norm_offset)
         for name in (
             *("attention_bias", "output_bias", "mlp_bias", "tied_head"),
-            *("normalized_experts", "router_bias", "sinks"),
+            *("normalized_experts", "router_bias", "router_norm", "sinks"),
+            *("keys_as_values", "value_norm", "layer_scale"),
         ):
             _one_of("Config", name, getattr(self, name), (False, True))
         if self.window is not None:
@@ -306,8 +334,10 @@ class Config:
     def _check_experts(self) -> None:
         if self.experts:
             _size("Config", "experts_per_token", self.experts_per_token, self.experts)
+            self._check_dense()
             return
-        off = {"experts_per_token": 0, "router_bias": False}
+        off = {"experts_per_token": 0, "router_bias": False, "router_norm": False}
+        off |= {"dense_hidden": 0}
         for name, value in off.items():
             if getattr(self, name) != value:
                 raise ValueError(
@@ -318,6 +348,17 @@ class Config:
             raise ValueError(
                 "Config: activation='gpt_oss' without experts, whose activation it is; set "
                 "experts, or use 'silu'."
+            )
+
+    def _check_dense(self) -> None:
+        if not self.dense_hidden:
+            return
+        if self.mlp_bias or self.norm_placement != "pre_and_post" or self.residual_scale != 1:
+            raise ValueError(
+                f"Config: dense_hidden={self.dense_hidden} with mlp_bias={self.mlp_bias}, "
+                f"norm_placement={self.norm_placement!r} and residual_scale="
+                f"{self.residual_scale!r}, but a dense MLP in addition to experts has no biases, "
+                "and norms of inputs and results, 'pre_and_post', without a scale; correct one."
             )
 
     def _check_layers(self) -> None:
@@ -353,12 +394,14 @@ class Config:
         if self.local_rope_base is not None:
             _positive("Config", "local_rope_base", self.local_rope_base)
         if self.rope_size is not None:
-            _size("Config", "rope_size", self.rope_size, self.head_size)
-        if self.rotated_size % 2:
-            name = "head_size" if self.rope_size is None else "rope_size"
-            raise ValueError(
-                f"Config: {name}={self.rotated_size}, but elements rotate in pairs; it is even."
-            )
+            smallest = min(self.head_size, self.global_head_size or self.head_size)
+            _size("Config", "rope_size", self.rope_size, smallest)
+        for local, name in ((True, "head_size"), (False, "global_head_size")):
+            if (size := self.rotated_size(local=local)) % 2:
+                name = "rope_size" if self.rope_size else name
+                raise ValueError(
+                    f"Config: {name}={size}, but elements rotate in pairs; it is even."
+                )
         scaling = self.rope_scaling
         if scaling is None:
             return
@@ -371,21 +414,37 @@ class Config:
                 f"Config: rope_base={self.rope_base!r} with yarn, whose range of blended pairs is "
                 "that of a base above 1; correct one of the two."
             )
-        if scaling.factors and len(scaling.factors) != self.rotated_size // 2:
-            raise ValueError(
-                f"Config: rope_scaling has {len(scaling.factors)} factors, but heads of "
-                f"{self.head_size} have {self.rotated_size // 2} pairs of elements that rotate; "
-                "give one for each."
-            )
+        scaled = {self.is_local(i) for i in range(self.layers)} & {
+            False,
+            self.local_rope_base is None,
+        }
+        for local in sorted(scaled):
+            size = self.rotated_size(local=local)
+            if scaling.factors and len(scaling.factors) != size // 2:
+                raise ValueError(
+                    f"Config: rope_scaling has {len(scaling.factors)} factors, but heads of "
+                    f"{size} have {size // 2} pairs of elements that rotate; "
+                    "give one for each."
+                )
 
     def replace(self, **changes: Any) -> "Config":
         """Returns this configuration with some fields changed, checked like a new one."""
         return dataclasses.replace(self, **changes)
 
-    @property
-    def rotated_size(self) -> int:
-        """The number of elements of a head that rotate."""
-        return self.head_size if self.rope_size is None else self.rope_size
+    def head_sizes(self, *, local: bool) -> tuple[int, int]:
+        """The number of heads of keys, and the size of a head, in layers with a window (`local`)
+        or without one."""
+        if local:
+            return self.kv_heads, self.head_size
+        return self.global_kv_heads or self.kv_heads, self.global_head_size or self.head_size
+
+    def rotated_size(self, *, local: bool) -> int:
+        """The number of elements of a head that rotate, in layers with a window or without one."""
+        return self.head_sizes(local=local)[1] if self.rope_size is None else self.rope_size
+
+    def projections(self, layer: int) -> tuple[str, ...]:
+        """The names of the weights of queries, keys and values of a layer, counted from 0."""
+        return ("q", "k") if self.keys_as_values and not self.is_local(layer) else ("q", "k", "v")
 
     def is_local(self, layer: int) -> bool:
         """Whether a layer, counted from 0, attends only to its window."""
@@ -419,8 +478,8 @@ class Config:
         """
         apart = local and self.local_rope_base is not None
         base = self.local_rope_base if apart and self.local_rope_base else self.rope_base
-        pairs = np.arange(0, self.rotated_size, 2, dtype=np.float64)
-        frequencies = base ** (-pairs / self.rotated_size)
+        size = self.rotated_size(local=local)
+        frequencies = base ** (-np.arange(0, size, 2, dtype=np.float64) / size)
         if self.rope_scaling is not None and not apart:
             frequencies = self.rope_scaling.lowered(frequencies, base, long=long)
         return frequencies.astype(np.float32)
@@ -435,13 +494,24 @@ class Config:
         config.shapes()["layers.0.q"]
         ```
         """
-        queries, keys = self.heads * self.head_size, self.kv_heads * self.head_size
+        shapes: dict[str, tuple[int, ...]] = {"embedding": (self.width, self.vocabulary)}
+        for i in range(self.layers):
+            layer = self._layer_shapes(i)
+            shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
+        shapes["final_norm"] = (self.width,)
+        if not self.tied_head:
+            shapes["head"] = (self.width, self.vocabulary)
+        return shapes
+
+    def _layer_shapes(self, index: int) -> dict[str, tuple[int, ...]]:
+        kv_heads, size = self.head_sizes(local=self.is_local(index))
+        queries, keys = self.heads * size, kv_heads * size
         width, hidden = self.width, self.hidden
+        features = {"q": queries, "k": keys, "v": keys}
+        names = self.projections(index)
         lead = (self.experts,) if self.experts else ()
-        layer: dict[str, tuple[int, ...]] = {
-            "q": (width, queries),
-            "k": (width, keys),
-            "v": (width, keys),
+        layer: dict[str, tuple[int, ...]] = {name: (width, features[name]) for name in names}
+        layer |= {
             "o": (queries, width),
             "gate": (*lead, width, hidden),
             "up": (*lead, width, hidden),
@@ -451,6 +521,12 @@ class Config:
             layer |= {"router": (width, self.experts)}
         if self.router_bias:
             layer |= {"router_bias": (self.experts,)}
+        if self.router_norm:
+            layer |= {"router_norm": (width,), "expert_scale": (self.experts,)}
+        if self.dense_hidden:
+            layer |= dict.fromkeys(("dense_gate", "dense_up"), (width, self.dense_hidden))
+            layer |= {"dense_down": (self.dense_hidden, width)}
+            layer |= dict.fromkeys(("expert_norm", "post_dense_norm", "post_expert_norm"), (width,))
         if self.sinks:
             layer |= {"sinks": (self.heads,)}
         if self.norm_placement != "post":
@@ -458,23 +534,19 @@ class Config:
         if self.norm_placement != "pre":
             layer |= {"post_attention_norm": (width,), "post_mlp_norm": (width,)}
         if self.attention_bias:
-            layer |= {"q_bias": (queries,), "k_bias": (keys,), "v_bias": (keys,)}
+            layer |= {f"{name}_bias": (features[name],) for name in names}
         if self.output_bias:
             layer |= {"o_bias": (width,)}
         if self.mlp_bias:
             layer |= {"gate_bias": (*lead, hidden), "up_bias": (*lead, hidden)}
             layer |= {"down_bias": (*lead, width)}
         if self.qk_norm == "head":
-            layer |= {"q_norm": (self.head_size,), "k_norm": (self.head_size,)}
+            layer |= {"q_norm": (size,), "k_norm": (size,)}
         if self.qk_norm == "all":
             layer |= {"q_all_norm": (queries,), "k_all_norm": (keys,)}
-        shapes: dict[str, tuple[int, ...]] = {"embedding": (width, self.vocabulary)}
-        for i in range(self.layers):
-            shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
-        shapes["final_norm"] = (width,)
-        if not self.tied_head:
-            shapes["head"] = (width, self.vocabulary)
-        return shapes
+        if self.layer_scale:
+            layer |= {"layer_scale": (1,)}
+        return layer
 
     def matrices(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the weights that formats quantize: matrices, and stacks of them.

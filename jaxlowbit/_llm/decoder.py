@@ -51,7 +51,7 @@ class Decoder(nnx.Module):
       `layers.N.{attention_norm,mlp_norm}`, `final_norm`, and, if the configuration has them,
       `layers.N.{q,k,v,o,gate,up,down}_bias`, `layers.N.{q,k}_norm`, `layers.N.{q,k}_all_norm` and
       `layers.N.post_{attention,mlp}_norm`, `layers.N.sinks`; so is `layers.N.router` (width,
-      experts). `Config.shapes` lists them.
+      experts). `Config.shapes` lists all weights, also of a dense MLP in addition to experts.
     - `dtype`: float32, bfloat16 or float16, of activations and the cache.
     - `lhs_qtype`: None, or `jnp.int8` or `jnp.float8_e4m3fn`, the inputs of products with
       quantized matrices of blocks are rounded to it, with a scale per token
@@ -137,7 +137,8 @@ class Decoder(nnx.Module):
         matrices = {
             f"layers.{i}.{name}": base_of(getattr(block, name).get_value())
             for i, block in enumerate(self.blocks)
-            for name in ("o", "down")
+            for name in ("o", "down", "dense_down")
+            if getattr(block, name) is not None
         }
         return {
             name: weight.format if isinstance(weight, QuantizedArray) else None
@@ -222,25 +223,10 @@ class Decoder(nnx.Module):
         rotations = [rope.rotation(config, real, local=x, long=long) for x in (False, True)]
         cached = reach is not None or tokens.shape[1] == 1
         reach = cache.slots if reach is None else reach
-        parts = self.parts
-        implementation = attention.choose(
-            jax.default_backend(),
-            self.dtype,
-            batch=tokens.shape[0],
-            queries=tokens.shape[1],
-            length=reach,
-            head_size=config.head_size,
-            native=config.rotated_size == config.head_size
-            and attention.native(
-                self.dtype,
-                config.heads // parts,
-                config.kv_heads // parts,
-                config.head_size,
-                self.cache_dtype,
-            ),
-            cached=cached,
-            plain=config.attention_softcap is not None or config.sinks,
-        )
+        implementations: list[attention.Implementation] = [
+            self._implementation(tokens, reach, local=local, cached=cached)
+            for local in (False, True)
+        ]
         x = self.embed(tokens)
         x, cache = block_steps.run(
             [*self.blocks],
@@ -248,10 +234,31 @@ class Decoder(nnx.Module):
             rotations,
             positions,
             cache,
-            implementation=implementation,
+            implementations=implementations,
             reach=reach,
         )
         return rms_norm(x, self.final_norm.get_value(), config.norm_epsilon), cache
+
+    def _implementation(
+        self, tokens: Array, reach: int, *, local: bool, cached: bool
+    ) -> attention.Implementation:
+        """The implementation of attention in layers with a window (`local`), or without one."""
+        config, parts = self.config, self.parts
+        kv_heads, head_size = config.head_sizes(local=local)
+        native = config.rotated_size(local=local) == head_size and attention.native(
+            self.dtype, config.heads // parts, kv_heads // parts, head_size, self.cache_dtype
+        )
+        return attention.choose(
+            jax.default_backend(),
+            self.dtype,
+            batch=tokens.shape[0],
+            queries=tokens.shape[1],
+            length=reach,
+            head_size=head_size,
+            native=native,
+            cached=cached,
+            plain=config.attention_softcap is not None or config.sinks,
+        )
 
     def embed(self, tokens: Array) -> Array:
         """The embeddings (batch, length, width) of tokens, scaled."""

@@ -34,10 +34,11 @@ _HARMLESS = {
         return_dict_in_generate""",
     "tokens that no text of a decoder begins or ends with": """
         decoder_start_token_id pad_token_id sep_token_id""",
-    "images, which are not read": """
-        boi_token_id boi_token_index eoi_token_id eoi_token_index image_token_id image_token_index
+    "images and sounds, which are not read": """
+        audio_config audio_token_id boa_token_id boi_token_id boi_token_index eoa_token_id
+        eoa_token_index eoi_token_id eoi_token_index image_token_id image_token_index
         mm_tokens_per_image multimodal_projector_bias projector_hidden_act spatial_merge_size
-        vision_config vision_feature_layer""",
+        video_token_id vision_config vision_feature_layer vision_soft_tokens_per_image""",
     "a copy of layer_types or no_rope_layers, which are read": """
         _sliding_window_pattern""",
     "arguments of llm.generate, whose values are the caller's": """
@@ -84,6 +85,9 @@ _FEATURES = (
         (1, []),
     ),
     _Feature("pruned_heads per_layer_config", "all layers of the decoder here are alike"),
+    _Feature(
+        "hidden_size_per_layer_input", "the decoder here has no embeddings of tokens for each layer"
+    ),
     _Feature(
         "embedding_multiplier residual_multiplier attention_multiplier logits_scaling logit_scale "
         "scale_emb scale_depth mup_width_scale",

@@ -126,6 +126,48 @@ def of_stacks(
     return found
 
 
+def of_rows(weights: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """Weights by our names, with stacks (experts, out, in) as lists. Fused outputs are the rows of
+    gate, then the rows of up.
+
+    **Raises:** `ValueError` for a stack of another shape, and for a weight that is there twice.
+    """
+    shapes, found = config.shapes(), {}
+    for name, weight in weights.items():
+        parts = fused(name) or (name,)
+        shape = shapes.get(parts[0], ())
+        if len(shape) != 3 or isinstance(weight, list):
+            found[name] = weight
+            continue
+        (experts, k, n), count = shape, len(parts)
+        stored = (
+            (*(() if weight.stack is None else (weight.stack,)), *weight.shape)
+            if isinstance(weight, Matrix)
+            else weight.shape
+        )
+        right = isinstance(weight, Matrix) or weight.kind in FLOATS
+        if not right or stored != (experts, count * n, k):
+            raise ValueError(
+                f"{weight.where} is {weight.kind} of shape {stored}, but config.json asks for "
+                f"floats, or a quantized stack, of {(experts, count * n, k)}; {AGAIN}."
+            )
+        if both := [part for part in parts if part != name and part in weights]:
+            raise ValueError(f"{weight.where}: {both[0]!r} is also in other tensors; {AGAIN}.")
+        for i, part in enumerate(parts):
+            starts = ((expert * count + i) * n for expert in range(experts))
+            found[part] = [_range(weight, start, n) for start in starts]
+    return found
+
+
+def _range(stack: Tensor | Matrix, start: int, rows: int) -> Tensor | Matrix:
+    """Some rows, counted through the stack, as a matrix."""
+    if isinstance(stack, Matrix):
+        part = stack.part(start, start + rows)
+        return dataclasses.replace(part, stack=None, share=part.share / (stack.stack or 1))
+    k = stack.shape[-1]
+    return stack._replace(shape=(rows, k), offset=stack.offset + start * k * stack.dtype.itemsize)
+
+
 def _fits(weight: Tensor | Matrix, shape: tuple[int, ...], parts: int) -> bool:
     """Whether a tensor has the shape of some fused weights, which is (experts, in, out)."""
     *lead, n = shape

@@ -19,13 +19,16 @@ from .config import Config
 Stack = QuantizedArray | Array
 
 
-def route(config: Config, x: Array, router: Array, bias: Array | None) -> tuple[Array, Array]:
+def route(
+    config: Config, x: Array, router: Array, bias: Array | None, scale: Array | None = None
+) -> tuple[Array, Array]:
     """The experts of each token and their weights, as transformers' routers compute them.
 
     **Arguments:**
 
     - `x`: (..., width).
     - `router`, `bias`: floats (width, experts), and (experts,) or None.
+    - `scale`: a factor of the weight of each expert, float32 (experts,), or None.
 
     **Returns:** int32 and float32 (..., experts_per_token), the largest weight first. Logits and
     their softmax are float32; of experts with equal logits the first is chosen.
@@ -38,7 +41,8 @@ def route(config: Config, x: Array, router: Array, bias: Array | None) -> tuple[
     over = top if config.normalized_experts else logits
     largest = top[..., :1]
     total = jnp.sum(jnp.exp(over - largest), axis=-1, keepdims=True)
-    return expert, jnp.exp(top - largest) / total
+    weight = jnp.exp(top - largest) / total
+    return expert, weight if scale is None else weight * scale[expert]
 
 
 def mix(

@@ -1,7 +1,8 @@
 """Reads the configuration of a decoder from a GGUF file, and finds the tensor of each weight."""
 
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,15 @@ import numpy as np
 
 from ..checkpoint._warn import warn_of_file
 from . import ggml_types
-from .architectures import ARCHITECTURES, Architecture, Gguf, every_nth, fused, weight_name
+from .architectures import (
+    ARCHITECTURES,
+    Architecture,
+    Gguf,
+    entry_of,
+    every_nth,
+    fused,
+    weight_name,
+)
 from .config import MOST, Config, RopeScaling, is_matrix
 from .expert_tensors import lists_of, stored_shape
 from .gguf_file import AGAIN, FLOATS, File, Metadata, Tensor, short
@@ -87,7 +96,7 @@ def config_of(file: File) -> Config:
     if embedding is None or len(embedding.shape) != 2:
         name = next(name for name, ours in names.tensors.items() if ours == "embedding")
         raise ValueError(f"{file.path}: there is no matrix {name!r}, the embedding; {AGAIN}.")
-    sizes = _sizes(known) | {"vocabulary": embedding.shape[0]}
+    sizes = _sizes(known, names) | {"vocabulary": embedding.shape[0]}
     fields: dict[str, Any] = sizes | {
         "architecture": architecture,
         "norm_epsilon": known.need("attention.layer_norm_rms_epsilon", "a number"),
@@ -104,6 +113,13 @@ def config_of(file: File) -> Config:
     }
     fields |= _experts(known, names, sizes["hidden"])
     fields |= _layers(known, entry, sizes["layers"], sizes["context"])
+    if _LOCAL_SIZE in names.reads:
+        fields |= _global_heads(known, fields, stored.keys())
+        if "rope_freqs.weight" not in file.tensors:
+            raise ValueError(
+                f"{file.path}: there is no tensor 'rope_freqs.weight', the rotation of layers "
+                f"without a window in {names.name}; {AGAIN}."
+            )
     if entry.local_rope_base is not None:
         shared = entry.local_rope_base == "global"
         default = fields["rope_base"] if shared else entry.local_rope_base
@@ -130,37 +146,51 @@ def _architecture(general: Metadata) -> tuple[str, Gguf]:
             "file."
         )
     name = general.need("general.architecture", "a string")
-    known = {x.gguf.name: (key, x.gguf) for key, x in ARCHITECTURES.items() if x.gguf is not None}
+    known: dict[str, list[str]] = {}
+    for key, entry in ARCHITECTURES.items():
+        if entry.gguf is not None:
+            known.setdefault(entry.gguf.name, []).append(key)
     if name not in known:
         raise ValueError(
             f"{general.path}: general.architecture is {name!r}, but the decoder here knows "
             f"{', '.join(known)}; use a model of one of those."
         )
-    return known[name]
+    experts = len(known[name]) > 1 and bool(general.values.get(f"{name}.expert_count"))
+    key = entry_of(known[name], experts) if len(known[name]) > 1 else known[name][0]
+    names = ARCHITECTURES[key].gguf
+    assert names is not None
+    return key, names
 
 
-def _sizes(known: Metadata) -> dict[str, Any]:
-    """The sizes of a `Config` except the vocabulary."""
+def _sizes(known: Metadata, names: Gguf) -> dict[str, Any]:
+    """The sizes of a `Config` except the vocabulary; of heads, those in layers with a window."""
     width = known.need("embedding_length", "an integer")
     heads = known.same("attention.head_count")
     head_size = known.get("attention.key_length", "an integer", width // max(heads, 1))
     rotated = known.get("rope.dimension_count", "an integer", head_size)
-    for key, size in _HEAD_SIZES.items():
-        expected = rotated if size == "rotated" else head_size
+    local = head_size, rotated
+    if _LOCAL_SIZE in names.reads:
+        size = known.get(_LOCAL_SIZE, "an integer", head_size)
+        local = size, known.get("rope.dimension_count_swa", "an integer", size)
+    pairs = {"head": head_size, "local": local[0], "rotated": local[1]}
+    for key, kind in _HEAD_SIZES.items():
+        expected = pairs[kind]
         if (found := known.get(key, "an integer", expected)) != expected:
             raise ValueError(
                 f"{known.path}: '{known.prefix}{key}' is {found}, but it must be {expected} for "
                 "attention to queries, keys and values of one size, which rotate alike in all "
                 "layers; use another model."
             )
+    several = isinstance(known.values.get(f"{known.prefix}{_KV_HEADS}"), list)
+    counts = heads if several and _LOCAL_SIZE in names.reads else known.same(_KV_HEADS, heads)
     layers, context = (known.need(key, "an integer") for key in ("block_count", "context_length"))
     return {
         "layers": layers,
         "width": width,
         "heads": heads,
-        "kv_heads": known.same("attention.head_count_kv", heads),
-        "head_size": head_size,
-        "rope_size": None if rotated == head_size else rotated,
+        "kv_heads": counts,
+        "head_size": local[0],
+        "rope_size": None if local[1] == local[0] else local[1],
         "hidden": known.same("feed_forward_length"),
         "context": context,
     }
@@ -185,6 +215,8 @@ def _experts(known: Metadata, names: Gguf, hidden: int) -> dict[str, Any]:
     fields = {"experts": count, "experts_per_token": used}
     if "expert_feed_forward_length" in keys:
         fields["hidden"] = found["expert_feed_forward_length"] or hidden
+        if "layers.N.dense_down" in names.tensors.values():
+            fields["dense_hidden"] = hidden
         function = known.get("expert_gating_func", "an integer", 0)
         if function not in (0, 1, 3):
             raise ValueError(
@@ -199,10 +231,12 @@ def _experts(known: Metadata, names: Gguf, hidden: int) -> dict[str, Any]:
 _COUNTS = {"expert_count", "expert_used_count", "expert_feed_forward_length"}
 _HEAD_SIZES = {
     "attention.value_length": "head",
-    "attention.key_length_swa": "head",
-    "attention.value_length_swa": "head",
+    "attention.key_length_swa": "local",
+    "attention.value_length_swa": "local",
     "rope.dimension_count_swa": "rotated",
 }
+_LOCAL_SIZE = "attention.key_length_swa"
+_KV_HEADS = "attention.head_count_kv"
 
 # Keys that only some architectures read (`Gguf.reads`), and the fields of `Config` that they set.
 _OPTIONS: dict[str, Callable[[Any], dict[str, Any]]] = {
@@ -307,6 +341,39 @@ def _layers(known: Metadata, entry: Architecture, layers: int, context: int) -> 
         "window": window if any(local) else None,
         "window_layers": () if all(local) or not any(local) else tuple(local),
         "rope_layers": () if all(rotated) else tuple(rotated),
+    }
+
+
+def _global_heads(
+    known: Metadata, fields: Mapping[str, Any], stored: Collection[str | None]
+) -> dict[str, Any]:
+    """The sizes of heads in layers without a window, and whether these have no value projection,
+    as fields of a `Config`.
+
+    `fields`: of the `Config`, with its layers; `stored`: our names of the tensors.
+    """
+    layers = range(min(max(fields["layers"], 0), MOST["layers"]))
+    local = fields["window_layers"] or [fields["window"] is not None for _ in layers]
+    size = known.get("attention.key_length", "an integer", fields["head_size"])
+    rotated = known.get("rope.dimension_count", "an integer", size)
+    counts = known.values.get(f"{known.prefix}{_KV_HEADS}")
+    counts = counts if isinstance(counts, list) else [fields["kv_heads"] for _ in layers]
+    known.read.add(_KV_HEADS)
+    kinds = [{n for n, x in zip(counts, local, strict=False) if x == kind} for kind in (0, 1)]
+    if len(counts) != len(layers) or max(map(len, kinds)) > 1 or rotated != size:
+        raise ValueError(
+            f"{known.path}: '{known.prefix}{_KV_HEADS}' is {short(counts)} and "
+            f"'{known.prefix}rope.dimension_count' {rotated}, but layers without a window are "
+            f"alike, so are the others, and heads of {size} rotate as a whole; use another model."
+        )
+    own, other = (next(iter(kind), None) for kind in kinds[::-1])
+    own, other = own or other or fields["kv_heads"], other or own
+    values = [f"layers.{i}.v" in stored for i in layers if not local[i]]
+    return {
+        "kv_heads": own,
+        "global_kv_heads": None if other == own else other,
+        "global_head_size": None if size == fields["head_size"] else size,
+        "keys_as_values": len(values) > 0 and not any(values),
     }
 
 
@@ -452,7 +519,9 @@ def weights_of(file: File, config: Config) -> dict[str, Any]:
 def whole(tensors: list[Tensor]) -> Tensor | None:
     """The tensor that these matrices (out, in) are parts of, as one matrix; None if of several."""
     first = tensors[0]
-    if any(tensor.name != first.name for tensor in tensors):
+    starts = (first.start + i * first.nbytes for i in range(len(tensors)))
+    follow = (tensor.start == start for tensor, start in zip(tensors, starts, strict=True))
+    if any(tensor.name != first.name for tensor in tensors) or not all(follow):
         return None
     rows, k = first.shape
     count = len(tensors)
@@ -474,29 +543,32 @@ def _single(file: File, tensor: Tensor, shape: tuple[int, ...]) -> list[Tensor]:
 
 def _parts(
     file: File, tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, Tensor]:
-    """Replaces fused tensors by their parts, by our names.
+) -> dict[str, Tensor | list[Tensor]]:
+    """Replaces fused tensors by their parts, by our names; stacks of experts by lists.
 
     **Raises:** `ValueError` for a fused tensor of another shape, and if the file also has the
     tensor of a part.
     """
-    found: dict[str, Tensor] = {}
+    found: dict[str, Tensor | list[Tensor]] = {}
     for name, tensor in tensors.items():
         parts = fused(name)
         if not parts or any(part not in shapes for part in parts):
             found[name] = tensor
             continue
-        rows = [shapes[part][1] for part in parts]
-        _check(file, tensor, (sum(rows), shapes[parts[0]][0]), True)
+        rows = [shapes[part][-1] for part in parts]
+        stack = shapes[parts[0]][:-2]
+        _check(file, tensor, (*stack, sum(rows), shapes[parts[0]][-2]), True)
         if both := [part for part in parts if part in tensors]:
             raise ValueError(
                 f"{file.path}: tensors {tensors[both[0]].name!r} and {tensor.name!r} have the same "
                 f"weight, {both[0]!r}; {AGAIN}."
             )
-        start, nbytes = tensor.start, tensor.nbytes // sum(rows)
+        start, nbytes = tensor.start, tensor.nbytes // (math.prod(stack) * sum(rows))
         for part, count in zip(parts, rows, strict=True):
-            shape = (count, *tensor.shape[1:])
-            found[part] = tensor._replace(start=start, nbytes=nbytes * count, shape=shape)
+            own = {"shape": (count, tensor.shape[-1]), "nbytes": nbytes * count}
+            starts = (start + i * nbytes * sum(rows) for i in range(math.prod(stack)))
+            matrices = [tensor._replace(start=first, **own) for first in starts]
+            found[part] = matrices if stack else matrices[0]
             start += nbytes * count
     return found
 

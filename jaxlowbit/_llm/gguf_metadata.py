@@ -59,6 +59,16 @@ def factors_of(config: Config) -> np.ndarray | None:
 
 
 def add_configuration(writer: gguf.GGUFWriter, config: Config, names: Gguf) -> None:
+    """Writes the keys of a configuration.
+
+    **Raises:** `ValueError` for an architecture whose layers have heads of several sizes.
+    """
+    if "attention.key_length_swa" in names.reads:
+        raise ValueError(
+            f"export: the metadata of {config.architecture} is not written from a Hugging Face "
+            "folder; convert that by llama.cpp's convert_hf_to_gguf.py, load the file and export "
+            "it, or export compressed-tensors."
+        )
     rotated = config.head_size if config.rope_size is None else config.rope_size
     integers: dict[str, int | None] = {
         "block_count": config.layers,

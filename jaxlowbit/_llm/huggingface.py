@@ -22,13 +22,14 @@ from .architectures import (
     IMAGE_MODELS,
     Architecture,
     HuggingFace,
+    entry_of,
     every_nth,
     fused,
     weight_name,
 )
 from .config import MOST, Config
 from .entries import check_features, left_out
-from .expert_tensors import View, lists_of, of_stacks, split_name, stored_shape
+from .expert_tensors import View, lists_of, of_rows, of_stacks, split_name, stored_shape
 from .rope_entries import rotation_of
 
 Weight = Tensor | Matrix | View | list[Tensor | Matrix | View]
@@ -48,7 +49,19 @@ _OPTIONS: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
     "residual_multiplier": ("a number", lambda x: {"residual_scale": x}),
     "logits_scaling": ("a number", lambda x: {"logit_scale": 1 / x}),
     "final_logit_softcapping": ("a number", lambda x: {"logit_softcap": x}),
+    "attention_k_eq_v": ("true or false", lambda x: {"keys_as_values": x}),
+    "use_bidirectional_attention": ("a string", lambda x: _causal(x)),
 }
+
+
+def _causal(kind: str) -> dict[str, Any]:
+    """Checks an entry that lets tokens of images, "vision", or all tokens attend to later ones."""
+    if kind == "vision":
+        return {}
+    raise ValueError(
+        f"'use_bidirectional_attention' is {kind!r}, but each position of the decoder here attends "
+        "only to those before it; use another model."
+    )
 
 
 def config_of(folder: Path) -> Config:
@@ -73,13 +86,13 @@ def config_of(folder: Path) -> Config:
         "bos": outer.get("bos_token_id", "an integer", known.get("bos_token_id", "an integer")),
         "eos": _eos(folder, names, objects),
     }
-    fields |= _experts(known, names)
+    fields |= _experts(known, names, sizes["hidden"])
     activation = _activation(known, entry)
     try:
         fields |= _layers(known, entry, names, sizes["layers"])
-        rotation, sentences = rotation_of(
-            known, entry, names, sizes["head_size"], "window" in fields
-        )
+        fields |= _global_heads(known, names, fields)
+        head_size = fields.get("global_head_size") or sizes["head_size"]
+        rotation, sentences = rotation_of(known, entry, names, head_size, "window" in fields)
         fields |= rotation | entry.fields(sizes["width"]) | activation
         for name in sorted(names.reads & _OPTIONS.keys()):
             kind, option = _OPTIONS[name]
@@ -136,10 +149,12 @@ def _activation(known: Fields, entry: Architecture) -> dict[str, str]:
     return {}
 
 
-def _experts(known: Fields, names: HuggingFace) -> dict[str, int]:
-    """The number of experts, and the number that each token takes, as fields of a `Config`.
+def _experts(known: Fields, names: HuggingFace, hidden: int) -> dict[str, int]:
+    """The number of experts, the number that each token takes, and the widths of the MLPs of a
+    model with experts and a dense one, as fields of a `Config`.
 
-    transformers writes `num_experts` or `num_local_experts`, by its version.
+    transformers writes `num_experts` or `num_local_experts`, by its version. `hidden`: the entry
+    `intermediate_size`, or the one that `names` gives for it.
 
     **Raises:** `ValueError` for two numbers that differ.
     """
@@ -151,10 +166,15 @@ def _experts(known: Fields, names: HuggingFace) -> dict[str, int]:
         raise ValueError(
             f"{known.path}: {stored}, but both are the number of experts, from 1 on; {AGAIN}."
         )
-    return {
+    found = {
         "experts": counts.pop() if counts else names.experts,
         "experts_per_token": known.need("num_experts_per_tok", "an integer"),
     }
+    if "layers.N.dense_down" in names.tensors.values():
+        needed = {"experts": "num_experts", "hidden": "moe_intermediate_size"}
+        found |= {field: known.need(name, "an integer") for field, name in needed.items()}
+        found |= {"dense_hidden": hidden}
+    return found
 
 
 def _names(architecture: str) -> HuggingFace:
@@ -173,29 +193,30 @@ def _objects(path: Path) -> tuple[str, list[Fields]]:
     kind, values = outer.need("model_type", "a string"), outer.values
     if kind in IMAGE_MODELS:
         kind, values = _text(outer, IMAGE_MODELS[kind])
-    known = {
-        kind: name
-        for name, entry in ARCHITECTURES.items()
-        if entry.huggingface is not None
-        for kind in entry.huggingface.model_types
-    }
+    known: dict[str, list[str]] = {}
+    for name, entry in ARCHITECTURES.items():
+        for model_type in () if entry.huggingface is None else entry.huggingface.model_types:
+            known.setdefault(model_type, []).append(name)
     if kind not in known:
         raise ValueError(
             f"{path}: 'model_type' is {kind!r}, but the decoder here knows "
             f"{', '.join([*known, *IMAGE_MODELS])}; use a model of one of those."
         )
-    architecture = known[kind]
+    switch = Fields(path, values)
+    several = len(known[kind]) > 1
+    experts = several and switch.get("enable_moe_block", "true or false", False)
+    architecture = entry_of(known[kind], experts) if several else known[kind][0]
     names = _names(architecture)
     outer.read |= {"quantization", "quantization_config"}  # `open_folder` reads them
-    for found in (outer.values, values):
-        check_features(path, found, names.reads | names.harmless)
-    values = {
+    values = dict(names.defaults) | {
         key: value
         for key, value in values.items()
         if value is not None or key not in names.null_is_default
     }
-    inner = Fields(path, {**names.defaults, **values}, names.names)
-    inner.read |= {"model_type", "quantization", "quantization_config"}
+    for found in (outer.values, values):
+        check_features(path, found, names.reads | names.harmless)
+    inner = Fields(path, values, names.names)
+    inner.read |= {"model_type", "quantization", "quantization_config"} | switch.read
     return architecture, [inner] if "text_config" not in outer.read else [outer, inner]
 
 
@@ -334,14 +355,58 @@ def _interval(known: Fields, key: str, default: int) -> int:
     return found
 
 
+def _global_heads(
+    known: Fields, names: HuggingFace, fields: Mapping[str, Any]
+) -> dict[str, int | None]:
+    """The sizes of heads in layers without a window, as fields of a `Config`.
+
+    `fields`: of the `Config`, with its layers. Released files have two entries; transformers writes
+    `per_layer_config` instead, by the number of a layer, and reads only that if it is there.
+    """
+    if "global_head_dim" not in names.reads:
+        return {}
+    found = {
+        "head_dim": known.get("global_head_dim", "an integer", 512),
+        "num_key_value_heads": known.get("num_global_key_value_heads", "an integer"),
+    }
+    if not known.get("attention_k_eq_v", "true or false", False):
+        found["num_key_value_heads"] = None
+    key = "per_layer_config"
+    if key in known.values:
+        stored = known.get(key, "an object", {})
+        layers = range(min(max(fields["layers"], 0), MOST["layers"]))
+        local = fields.get("window_layers") or [fields.get("window") is not None for _ in layers]
+        numbers = [str(i) for i in layers if not local[i]]
+        found = stored.get(numbers[0], {}) if numbers else {}
+        expected = dict.fromkeys(numbers, found) if found else {}
+        sizes = isinstance(found, dict) and found.keys() <= {"head_dim", "num_key_value_heads"}
+        if stored != expected or not sizes:
+            raise ValueError(
+                f"{key!r} is {brief(stored)}, but the decoder here has other sizes, head_dim and "
+                "num_key_value_heads, only in all layers without a window alike; use another model."
+            )
+    if fields.get("window_layers") and fields["window_layers"][-1]:
+        raise ValueError(
+            "'layer_types' ends with sliding_attention, but transformers gives the last layer of "
+            "such a model full_attention; correct config.json."
+        )
+    own = {"head_dim": fields["head_size"], "num_key_value_heads": fields["kv_heads"]}
+    head_size, kv_heads = (
+        None if found.get(name) == size else found.get(name) for name, size in own.items()
+    )
+    return {"global_head_size": head_size, "global_kv_heads": kv_heads}
+
+
 # --- the weights ----------------------------------------------------------------------------------
 
 TEXT = re.compile(r"^(?:model\.language_model\.|language_model\.model\.|language_model\.|model\.)?")
 """The prefix of tensors and modules of the decoder, also in models with images."""
 # A buffer in older files; the configuration determines its values.
 _IGNORED = re.compile(r"\.rotary_emb\.inv_freq$")
-# Image encoders, which the decoder does not read.
-_IMAGES = re.compile(r"(^|\.)(vision_tower|multi_modal_projector)\.")
+# Encoders of images and sounds, which the decoder does not read.
+_IMAGES = re.compile(
+    r"(^|\.)(vision_tower|multi_modal_projector|embed_vision|audio_tower|embed_audio)\."
+)
 
 
 def weights_of(folder: Path, config: Config) -> dict[str, Weight]:
@@ -359,7 +424,9 @@ def weights_of(folder: Path, config: Config) -> dict[str, Weight]:
     images = _IMAGES if kind in IMAGE_MODELS else None
     stored = lists_of(folder, _by_weight(contents, config, images), config.experts)
     alternate = _names(config.architecture).alternate
-    found: Mapping[str, Weight] = of_stacks(stored, config) if alternate else _parts(stored, config)
+    found: Mapping[str, Weight] = (
+        of_stacks(stored, config) if alternate else _parts(of_rows(stored, config), config)
+    )
     expected = config.shapes()
     if missing := [name for name in expected if name not in found]:
         raise ValueError(

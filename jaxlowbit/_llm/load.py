@@ -626,6 +626,6 @@ def _formats(
             raise ValueError(
                 f"load: the rule {rule.pattern!r} decides about no matrix; correct it, put it "
                 "before those that match the same names, or remove it. Names are embedding, head "
-                "and layers.N.q, k, v, o, gate, up and down."
+                "and layers.N.q, k, v, o, gate, up, down, dense_gate, dense_up and dense_down."
             )
     return found

@@ -8,6 +8,8 @@ entry of the file, except `original_max_position_embeddings`.
 
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ..checkpoint._fields import Fields
 from .architectures import Architecture, HuggingFace
 from .config import RopeScaling
@@ -16,6 +18,8 @@ from .entries import listed
 _KINDS = ("full_attention", "sliding_attention")
 _ORIGINAL = "original_max_position_embeddings"
 _BASE = 10_000.0
+_PROPORTIONAL = "proportional"
+_STILL = float(np.float32(1e30))
 
 
 class _Rotation(NamedTuple):
@@ -64,7 +68,7 @@ def rotation_of(
             f"'rope_parameters' has the entry {unknown[0]!r}, which must be one of "
             f"{' and '.join(_KINDS)}; correct config.json."
         )
-    found, sentences = _rotation(known, names, full, base)
+    found, sentences = _rotation(known, names, full, base, head_size)
     fields: dict[str, Any] = {
         "rope_base": found.base,
         "rope_scaling": found.scaling,
@@ -73,7 +77,7 @@ def rotation_of(
     if found.part != 1:
         fields["rope_size"] = int(head_size * found.part)
     if local and (sliding is not full or apart):
-        other, more = _rotation(known, names, sliding, sliding_base)
+        other, more = _rotation(known, names, sliding, sliding_base, head_size)
         sentences += more
         if other != found and other.scaling is not None:
             raise ValueError(
@@ -90,12 +94,17 @@ def _nested(parameters: dict[str, Any]) -> bool:
 
 
 def _rotation(
-    known: Fields, names: HuggingFace, parameters: dict[str, Any], base: float
+    known: Fields, names: HuggingFace, parameters: dict[str, Any], base: float, head_size: int
 ) -> tuple[_Rotation, list[str]]:
     entries = Fields(known.path, parameters)
+    kind = entries.get("type", "a string", "default")
+    kind = entries.get("rope_type", "a string", kind)
     part = known.get("partial_rotary_factor", "a number", 1)
     part = entries.get("partial_rotary_factor", "a number", part)
     sections = entries.get("mrope_section", "a list")
+    proportional = _proportional(entries, head_size, part) if kind == _PROPORTIONAL else None
+    if kind == _PROPORTIONAL:
+        part = 1
     if (part != 1 and "partial_rotary_factor" not in names.reads) or sections:
         name, value = ("mrope_section", sections) if sections else ("partial_rotary_factor", part)
         raise ValueError(
@@ -103,9 +112,9 @@ def _rotation(
             "position; use another model."
         )
     base = entries.get("rope_theta", "a number", base)
-    kind = entries.get("type", "a string", "default")
-    kind = entries.get("rope_type", "a string", kind)
-    scaling = _scaling(names.rope_types.get(kind, kind), entries, known)
+    scaling = proportional
+    if kind != _PROPORTIONAL:
+        scaling = _scaling(names.rope_types.get(kind, kind), entries, known)
     temperature = None
     if "llama_4_scaling_beta" in names.reads:
         beta = entries.get("llama_4_scaling_beta", "a number")
@@ -124,6 +133,25 @@ def _rotation(
         f"{listed(unread)}; they are left out, as in transformers."
     )
     return rotation, [sentence]
+
+
+def _proportional(entries: Fields, head_size: int, part: float) -> RopeScaling | None:
+    """The scaling of a rotation that turns only the first `part` of the pairs of a head.
+
+    It divides the frequencies of the other pairs by 1e30, as llama.cpp's tensor `rope_freqs` does:
+    their cosines are 1 in float32.
+    """
+    pairs, turning = head_size // 2, int(part * head_size // 2)
+    if not 0 <= turning <= pairs:
+        raise ValueError(
+            f"'partial_rotary_factor' is {part!r}, but it is a part of a head, from 0 to 1; "
+            "correct config.json."
+        )
+    factor = float(entries.get("factor", "a number", 1.0))
+    if turning == pairs and factor == 1:
+        return None
+    factors = (1.0,) * turning + (_STILL,) * (pairs - turning)
+    return RopeScaling("factors", factor, factors=factors)
 
 
 def _scaling(kind: str, entries: Fields, known: Fields) -> RopeScaling | None:
@@ -175,5 +203,5 @@ def _scaling(kind: str, entries: Fields, known: Fields) -> RopeScaling | None:
         )
     raise ValueError(
         f"the rotation's scaling is {kind!r}, but the decoder here has default, linear, dynamic, "
-        "llama3, yarn and longrope; use another model."
+        "llama3, yarn, longrope and proportional; use another model."
     )

@@ -49,6 +49,7 @@ _LISTS = {
     "qkv": ("q", "k", "v"),
     "biases": ("q_bias", "k_bias", "v_bias"),
     "gate_up": ("gate", "up"),
+    "dense_gate_up": ("dense_gate", "dense_up"),
 }
 """The weights of a block that share a list of variables."""
 _STACKS = {"gate_bias": ("gate_up_bias", 0), "up_bias": ("gate_up_bias", 1)}

@@ -36,7 +36,8 @@ from ..quantizers._quantize import quantize
 from .calibration import Source, embedded, forward, like
 from .config import Config
 
-# The matrices of a block. The matrices of a unit are one call if they share a format.
+# The matrices of a block, of which some blocks lack v. The matrices of a unit are one call if they
+# share a format.
 UNITS = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
 _ROWS = 64  # maximum number of tokens whose logits exist at the same time
 
@@ -102,7 +103,8 @@ def sensitivities(
             gradients[at] = np.asarray(moved[0])
         rounding = formats, quantizer, options
         for unit in UNITS:
-            yield _measured(i, {name: found[name] for name in unit}, weights, *rounding)
+            own = {name: found[name] for name in unit if name in found}
+            yield _measured(i, own, weights, *rounding)
 
 
 class _Matrix(NamedTuple):
@@ -204,7 +206,7 @@ def _backward(
     x: Array, gradient: Array, weights: dict[str, Array], config: Config, index: int
 ) -> tuple[dict[str, _Matrix], Array]:
     """The statistics of matrices, and the gradient by the input x (batch, length, width)."""
-    names = [name for unit in UNITS for name in unit]
+    names = [name for unit in UNITS for name in unit if name in weights]
 
     def block(x: Array, zeros: dict[str, Array]) -> tuple[Array, dict[str, Statistics]]:
         record = Record(True, traced=True)

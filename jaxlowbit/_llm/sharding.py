@@ -33,8 +33,11 @@ from .sampling import first_largest
 
 # The last component of the name of a weight, or of a variable of the decoder.
 _VOCABULARY = ("embedding", "head")
-_ALONG_N = ("q", "k", "v", "qkv", "gate", "up", "gate_up", *_VOCABULARY)
-_ALONG_K = ("o", "down")
+_ALONG_N = (
+    *("q", "k", "v", "qkv", "gate", "up", "gate_up", "dense_gate", "dense_up", "dense_gate_up"),
+    *_VOCABULARY,
+)
+_ALONG_K = ("o", "down", "dense_down")
 _ADAPTER = ("base", "lora_a", "lora_b")  # variables of an adapted weight
 _VECTORS = (
     *("q_bias", "k_bias", "v_bias", "biases", "gate_bias", "up_bias", "gate_up_bias"),
@@ -348,28 +351,29 @@ def add_parts(division: Division | None, product: Callable[[Any], Array], dtype:
 def _undivided(config: Config, formats: Mapping[str, Format | None], parts: int) -> str | None:
     """Why a decoder is not divided into so many parts, or None."""
     whole = "experts" if config.experts else "hidden"
-    for name in ("heads", "kv_heads", whole):
-        if (size := getattr(config, name)) % parts:
+    for name in ("heads", "kv_heads", "global_kv_heads", whole, "dense_hidden"):
+        if (size := getattr(config, name) or 0) % parts:
             return f"{name}={size} is no multiple of {parts} devices, each of which has its own"
     if parts == 1:
         return None
-    attended = config.heads * config.head_size
-    features = {
-        "heads": attended,
-        "kv_heads": config.kv_heads * config.head_size,
-    }
-    if not config.experts:
-        features["hidden"] = config.hidden
-    for name, size in features.items():
+    features = []
+    for local in sorted({config.is_local(i) for i in range(config.layers)}):
+        kv_heads, head_size = config.head_sizes(local=local)
+        features += [("heads", config.heads * head_size), ("kv_heads", kv_heads * head_size)]
+    features += [("dense_hidden", config.dense_hidden)]
+    features += [] if config.experts else [("hidden", config.hidden)]
+    for name, size in features:
         if size // parts % ATOM:
             return (
                 f"the {size} features of {name} are {size // parts} on each of {parts} devices, "
                 f"but words are cut in multiples of {ATOM}"
             )
+    shapes = config.shapes()
+    divided = {name for name, x in shapes.items() if _kind(name) in _ALONG_K and len(x) == 2}
     for name, format in formats.items():
-        size = {"o": attended, "down": features.get("hidden")}.get(_kind(name))
-        if size is None or format is None:
+        if format is None or name not in divided:
             continue
+        size = shapes[name][0]
         unit = format.expanded.shard_unit  # super-blocks may be expanded
         if size // parts % unit:
             return (

@@ -79,15 +79,19 @@ def parts_of(file: File, splits: Mapping[str, tuple[str, ...]]) -> Parts:
     known = Metadata(file.path, file.metadata, "tokenizer.")
     _check_keys(known)
     model = known.need("ggml.model", "a string")
-    if model not in ("gpt2", "llama"):
+    if model not in ("gpt2", "llama", "gemma4"):
         raise ValueError(
-            f"{known.path}: 'tokenizer.ggml.model' is {model!r}, but 'gpt2' and 'llama' are read; "
-            "use another model, or the folder of its Hugging Face release."
+            f"{known.path}: 'tokenizer.ggml.model' is {model!r}, but 'gpt2', 'llama' and 'gemma4' "
+            "are read; use another model, or the folder of its Hugging Face release."
         )
     tokens = _strings(known, "ggml.tokens")
     kinds = _kinds(known, tokens)
     byte_level = model == "gpt2"
-    made = _bpe(known, tokens, splits) if byte_level else _sentencepiece(known, tokens, kinds)
+    if byte_level:
+        made = _bpe(known, tokens, splits)
+    else:
+        make = _sentencepiece if model == "llama" else _gemma4
+        made = make(known, tokens, kinds)
     control = {i for i, kind in enumerate(kinds) if kind in (_CONTROL, _UNKNOWN)}
     added = {i for i, kind in enumerate(kinds) if kind == _USER_DEFINED}.union(control)
     strip = any(name in str(file.metadata.get("general.name")).lower() for name in _PHI3)
@@ -232,17 +236,7 @@ def _bpe(known: Metadata, tokens: list[str], splits: Mapping[str, tuple[str, ...
             f"{known.path}: 'tokenizer.ggml.pre' is {name!r}, but no pre-tokenizer of byte-level "
             "BPE has this name here; use another model, or the folder of its Hugging Face release."
         )
-    merges = [
-        (merge.partition(" ")[0], merge.partition(" ")[2])
-        for merge in _strings(known, "ggml.merges")
-    ]
-    vocabulary = {token: i for i, token in reversed(list(enumerate(tokens)))}
-    for merge in merges:
-        if not all(token in vocabulary for token in (*merge, "".join(merge))):
-            raise ValueError(
-                f"{known.path}: 'tokenizer.ggml.merges' has {' '.join(merge)!r}, but a merge is of "
-                "two tokens to a third, with a space between; fetch the file again."
-            )
+    vocabulary, merges = _merges(known, tokens)
     whole = name in WHOLE_WORDS
     engine = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=whole))
     cuts: list[Any] = [
@@ -258,6 +252,44 @@ def _bpe(known: Metadata, tokens: list[str], splits: Mapping[str, tuple[str, ...
         steps += [normalizers.Prepend(" "), again]
     engine.normalizer = normalizers.Sequence(steps)
     return _Engine(engine, name in BEGIN, prefix, {})
+
+
+def _merges(known: Metadata, tokens: list[str]) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """The vocabulary, and the pairs of tokens that BPE merges, the first first."""
+    merges = [
+        (merge.partition(" ")[0], merge.partition(" ")[2])
+        for merge in _strings(known, "ggml.merges")
+    ]
+    vocabulary = {token: i for i, token in reversed(list(enumerate(tokens)))}
+    for merge in merges:
+        if not all(token in vocabulary for token in (*merge, "".join(merge))):
+            raise ValueError(
+                f"{known.path}: 'tokenizer.ggml.merges' has {' '.join(merge)!r}, but a merge is of "
+                "two tokens to a third, with a space between; fetch the file again."
+            )
+    return vocabulary, merges
+
+
+def _gemma4(known: Metadata, tokens: list[str], kinds: list[int]) -> _Engine:
+    """Merges the characters of a line, with spaces as SentencePiece writes them, by a list of
+    merges; other characters become tokens of their bytes."""
+    vocabulary, merges = _merges(known, tokens)
+    engine = _of_characters(vocabulary, merges, tokens, kinds)
+    engine.normalizer = normalizers.Replace(" ", SPACE)
+    lines = tokenizers.Regex(r"[^\n]+|\n+")
+    engine.pre_tokenizer = pre_tokenizers.Split(lines, "isolated")
+    return _Engine(engine, True, False, {})
+
+
+def _of_characters(
+    vocabulary: dict[str, int], merges: list[tuple[str, str]], tokens: list[str], kinds: list[int]
+) -> tokenizers.Tokenizer:
+    unknown = next((tokens[i] for i, kind in enumerate(kinds) if kind == _UNKNOWN), None)
+    return tokenizers.Tokenizer(
+        models.BPE(
+            vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True
+        )
+    )
 
 
 def _sentencepiece(known: Metadata, tokens: list[str], kinds: list[int]) -> _Engine:
@@ -280,16 +312,8 @@ def _sentencepiece(known: Metadata, tokens: list[str], kinds: list[int]) -> _Eng
         if token[:i] in plain and token[i:] in plain
     ]
     merges.sort(key=lambda merge: merge[0])
-    unknown = next((tokens[i] for i, kind in enumerate(kinds) if kind == _UNKNOWN), None)
-    engine = tokenizers.Tokenizer(
-        models.BPE(
-            vocab=vocabulary,
-            merges=[(left, right) for _, _, left, right in merges],
-            unk_token=unknown,
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
+    pairs = [(left, right) for _, _, left, right in merges]
+    engine = _of_characters(vocabulary, pairs, tokens, kinds)
     steps: list[Any] = [normalizers.Replace(" ", SPACE)]
     prefix = known.get("ggml.add_space_prefix", "true or false", True)
     if prefix:

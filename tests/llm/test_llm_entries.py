@@ -34,6 +34,8 @@ SIZES = {
     "vocab_size": 131_072,
     "max_position_embeddings": 512,
 }
+# Without it, transformers' default turns on a feature that the decoder lacks.
+NEEDED = {kind: {"hidden_size_per_layer_input": 0} for kind in ("gemma4", "gemma4_text")}
 # Candidate values in this order; one differs from the default.
 PROBES = (True, False, 3, 0.5, "other", [3], ["other"], {"rope_theta": 7.0}, {"other": 1})
 _LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
@@ -42,6 +44,7 @@ BESIDE = {
     "max_window_layers": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 6},
     "use_sliding_window": {"sliding_window": 8, "max_window_layers": 0},
 }
+GEMMA4_EXPERTS = {"num_experts": 8, "top_k_experts": 1, "moe_intermediate_size": 32}
 OF_KIND = {
     "qwen2": BESIDE,
     "qwen3": BESIDE,
@@ -54,14 +57,18 @@ OF_KIND = {
         "sliding_window": {"use_sliding_window": True},
         "use_sliding_window": {"sliding_window": 8},
     },
+    "gemma4_text": {
+        "enable_moe_block": GEMMA4_EXPERTS | {"enable_moe_block": False},
+        "num_global_key_value_heads": {"attention_k_eq_v": True},
+    }
+    | dict.fromkeys(GEMMA4_EXPERTS, GEMMA4_EXPERTS | {"enable_moe_block": True}),
 }
 
 
 def with_entries(folder, kind, changes, generation=None):
     """The configuration for a model class with some entries changed."""
-    values = SIZES | changes
-    if kind in IMAGES:
-        values = {"text_config": SIZES} | changes
+    sizes = SIZES | NEEDED.get(kind, {})
+    values = {"text_config": sizes} | changes if kind in IMAGES else sizes | changes
     (folder / "config.json").write_text(json.dumps({"model_type": kind} | values))
     if generation is not None:
         (folder / "generation_config.json").write_text(json.dumps(generation))
@@ -97,6 +104,38 @@ def test_every_entry_of_the_classes_is_in_a_table(kind, tmp_path):
     assert not [x for x in names - ignored if outcome(tmp_path, kind, x) == "nothing"]
 
 
+def test_entries_of_gemma4(tmp_path):
+    """Entries of experts have an effect if these are turned on; sizes of heads without a window are
+    in one of two forms."""
+
+    def config(**changes):
+        return with_entries(tmp_path, "gemma4_text", changes)
+
+    for name in GEMMA4_EXPERTS:
+        assert outcome(tmp_path, "gemma4_text", name) in ("read", "answered")
+    assert config(**GEMMA4_EXPERTS) == config()
+    found = config(**GEMMA4_EXPERTS, enable_moe_block=True)
+    assert (found.architecture, found.experts, found.experts_per_token) == ("gemma4_moe", 8, 1)
+    assert (found.hidden, found.dense_hidden) == (32, SIZES["intermediate_size"])
+    for name in GEMMA4_EXPERTS:
+        rest = {key: value for key, value in GEMMA4_EXPERTS.items() if key != name}
+        with pytest.raises(ValueError, match=f"lacks {name!r}"):
+            config(**rest, enable_moe_block=True)
+    shared = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+    found = config(**shared)
+    assert (found.global_head_size, found.global_kv_heads) == (512, 1)
+    assert config(num_global_key_value_heads=1).global_kv_heads is None
+    sizes = {"head_dim": 512, "num_key_value_heads": 1}
+    assert config(per_layer_config={"5": sizes}, attention_k_eq_v=True) == found
+    for layers in (None, {}):
+        assert config(per_layer_config=layers, global_head_dim=64).global_head_size is None
+    assert config(global_head_dim=16).global_head_size is None
+    for wrong in ({"4": sizes}, {"5": {"hidden_size": 32}}, {"5": sizes, "4": sizes}, {"5": 3}):
+        with pytest.raises(ValueError, match=r"'per_layer_config' is .*only in all layers without"):
+            config(per_layer_config=wrong)
+    assert config(use_bidirectional_attention="vision") == config()
+
+
 def test_every_entry_of_generation_configs_is_in_a_table(tmp_path):
     names = {name for version in DATA.values() for name in version["generation_config.json"]}
     known = entries._IGNORED | set(entries._DECODING) | {"eos_token_id", "bos_token_id"}
@@ -121,10 +160,6 @@ def test_every_entry_of_the_rotation_is_known(tmp_path):
         scaling |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
         if kind == "longrope":
             scaling |= {name: [1.0] * 8 for name in ("short_factor", "long_factor")}
-        if kind == "proportional":
-            with pytest.raises(ValueError, match=f"scaling is {kind!r}"):
-                with_entries(tmp_path, "llama", {"rope_parameters": scaling})
-            continue
         for name in version:
             if kind == "longrope" and name in scaling:
                 continue  # one number for each pair
@@ -147,12 +182,15 @@ def test_missing_entries_have_the_defaults_of_the_class(kind, tmp_path):
                 continue
             if (kind, name) == ("olmo3", "rope_theta"):
                 continue  # transformers 4 always writes it
+            if name in NEEDED.get(kind, {}):
+                continue  # the default raises
             found = with_entries(tmp_path, kind, {name: value})
             assert found == own, (name, value)
     for name in ("num_key_value_heads", "head_dim", "num_hidden_layers", "vocab_size"):
         default = NEWEST[kind].get(name)
         values = {key: value for key, value in SIZES.items() if key != name}
         values |= {"hidden_size": 1024, "num_attention_heads": 64, "model_type": kind}
+        values |= NEEDED.get(kind, {})
         (tmp_path / "config.json").write_text(json.dumps(values))
         try:
             found = huggingface.config_of(tmp_path)
@@ -178,6 +216,10 @@ def test_missing_entries_have_the_defaults_of_the_class(kind, tmp_path):
         ("phi3", {"attention_bias": True}),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}),
         ("gemma3_text", {"use_bidirectional_attention": "all"}),
+        ("gemma4_text", {"use_bidirectional_attention": "all"}),
+        ("gemma4_text", {"hidden_size_per_layer_input": 256}),
+        ("gemma4_text", {"num_kv_shared_layers": 2}),
+        ("gemma4_text", {"layer_types": ["full_attention"] * 5 + ["sliding_attention"]}),
         ("llama", {"is_causal": False}),
         ("llama", {"num_local_experts": 8}),
         ("mixtral", {"num_local_experts": 8, "num_experts": 4}),
@@ -317,6 +359,30 @@ RELEASED = {
         "text_config": SIZES | {
             "model_type": "gemma3_text", "sliding_window": 1024,
             "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}}),
+    "gemma-4-26B-A4B-it": ("gemma4", {
+        "architectures": ["Gemma4ForConditionalGeneration"], "audio_config": None,
+        "audio_token_id": 258881, "boa_token_id": 256000, "boi_token_id": 255999,
+        "dtype": "bfloat16", "eoa_token_id": 258883, "eoa_token_index": 258883,
+        "eoi_token_id": 258882, "eos_token_id": [1, 106], "image_token_id": 258880,
+        "initializer_range": 0.02, "tie_word_embeddings": True, "video_token_id": 258884,
+        "vision_soft_tokens_per_image": 280,
+        "vision_config": {"model_type": "gemma4_vision", "hidden_size": 1152},
+        "text_config": SIZES | {
+            "model_type": "gemma4_text", "attention_bias": False, "attention_dropout": 0.0,
+            "attention_k_eq_v": True, "enable_moe_block": True, "expert_intermediate_size": None,
+            "final_logit_softcapping": 30.0, "global_head_dim": 32,
+            "hidden_activation": "gelu_pytorch_tanh", "hidden_size_per_layer_input": 0,
+            "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+            "moe_intermediate_size": 704, "num_experts": 128, "num_global_key_value_heads": 2,
+            "num_kv_shared_layers": 0, "pad_token_id": 0, "rms_norm_eps": 1e-06,
+            "rope_parameters": {
+                "full_attention": {
+                    "partial_rotary_factor": 0.25, "rope_theta": 1000000.0,
+                    "rope_type": "proportional"},
+                "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"}},
+            "sliding_window": 1024, "top_k_experts": 8, "use_bidirectional_attention": "vision",
+            "use_cache": True, "use_double_wide_mlp": False,
+            "vocab_size_per_layer_input": 262144}}),
 }  # fmt: skip
 
 

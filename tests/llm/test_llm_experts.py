@@ -275,7 +275,10 @@ def test_other_numbers_of_devices_raise():
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [("mixtral-8x7b", 46.7), ("qwen3-30b-a3b", 30.5), ("gpt-oss-20b", 20.9), ("gpt-oss-120b", 117)],
+    [
+        *(("mixtral-8x7b", 46.7), ("qwen3-30b-a3b", 30.5), ("gemma-4-26b-a4b", 25.2)),
+        *(("gpt-oss-20b", 20.9), ("gpt-oss-120b", 117)),
+    ],
 )
 def test_bench_models_have_the_published_sizes(name, billions):
     config = SHAPES[name]

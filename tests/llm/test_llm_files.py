@@ -299,7 +299,7 @@ METADATA = [
     ({"llama.attention.layer_norm_rms_epsilon": -1.0}, "norm_epsilon=-1.0, but it must be above 0"),
     ({"general.type": "adapter"}, "general.type is 'adapter', but a whole model is read; merge"),
     ({"split.count": 3}, r"split into 3 files, but this name .*-00001-of-00003.gguf.*--merge"),
-    ({"tokenizer.ggml.model": "bert"}, "'bert', but 'gpt2' and 'llama' are read"),
+    ({"tokenizer.ggml.model": "bert"}, "'bert', but 'gpt2', 'llama' and 'gemma4' are read"),
     ({"tokenizer.ggml.pre": "unheard-of"}, "'unheard-of', but no pre-tokenizer"),
     ({"tokenizer.ggml.tokens": None}, "lacks 'tokenizer.ggml.tokens', a list"),
     ({"tokenizer.ggml.tokens": [1, 2]}, "it must be a list of strings"),

@@ -411,11 +411,26 @@ def test_layers_of_one_kind_have_the_rotation_of_that_kind(tmp_path):
     assert (local.window, local.window_layers, local.local_rope_base) == (64, (), 2e4)
 
 
+def test_a_proportional_rotation_turns_the_first_pairs(tmp_path):
+    def config(**scaling):
+        return config_of(tmp_path, model_type="llama", rope_scaling=scaling or None)
+
+    options = {"rope_type": "proportional", "partial_rotary_factor": 0.5, "factor": 2.0}
+    found, wanted = config(**options).rope_frequencies(), config().rope_frequencies() / 2
+    half = len(wanted) // 2
+    np.testing.assert_allclose(found[:half], wanted[:half], rtol=1e-6)
+    assert np.abs(found[half:]).max() < 1e-29
+    assert config(rope_type="proportional").rope_scaling is None
+
+
 @pytest.mark.parametrize(
     ("entries", "match"),
     [
         ({"rope_scaling": {"rope_type": "longrope"}}, "lacks 'short_factor', a list"),
-        ({"rope_scaling": {"rope_type": "proportional"}}, "scaling is 'proportional'"),
+        (
+            {"rope_parameters": {"rope_type": "proportional", "partial_rotary_factor": 1.5}},
+            "'partial_rotary_factor' is 1.5, but it is a part",
+        ),
         ({"rope_parameters": {"rope_type": "mrope"}}, "scaling is 'mrope'"),
         ({"rope_scaling": {"type": "dynamic"}}, "lacks 'factor', a number"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "divided by 1 or more"),

@@ -10,6 +10,7 @@ for package in ("gguf", "jinja2", "safetensors", "tokenizers"):
     pytest.importorskip(package, reason=f"{package} is not installed")
 
 import gguf  # noqa: E402
+import tokenizers  # noqa: E402
 
 from jaxlowbit._llm import tokenizer_gguf  # noqa: E402
 from jaxlowbit._llm.tokenizer import Tokenizer  # noqa: E402
@@ -47,6 +48,38 @@ def test_every_key_of_llama_cpp_is_used_harmless_or_raises():
     assert len(keys) > 30
     for key in keys:
         assert sum(key in table for table in tables) == 1, key
+
+
+def test_tokens_of_gemma4_are_those_of_transformers():
+    """The same BPE as its GemmaTokenizer: merges of characters, spaces as in SentencePiece."""
+    merges = ["h e", "l l", "he ll", "hell o", "\u2581 hello", "\n \n", "\u2581 \u2581"]
+    own = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    characters = ["\u2581", "\n", "h", "e", "l", "o", "w"]
+    own += [*characters, *(merge.replace(" ", "") for merge in merges), "<turn|>"]
+    kinds = [3, 3, 3, 2] + [6] * 256 + [1] * (len(own) - 261) + [3]
+    found = read(
+        {
+            "tokenizer.ggml.model": "gemma4",
+            "tokenizer.ggml.tokens": own,
+            "tokenizer.ggml.token_type": kinds,
+            "tokenizer.ggml.merges": merges,
+            "tokenizer.ggml.bos_token_id": 2,
+            "tokenizer.ggml.eos_token_id": 1,
+            "tokenizer.ggml.add_space_prefix": False,
+            "tokenizer.ggml.add_bos_token": True,
+        }
+    )
+    pairs = [tuple(merge.split(" ")) for merge in merges]
+    vocabulary = {token: i for i, token in enumerate(own)}
+    options = {"unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True}
+    theirs = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, pairs, **options))
+    theirs.normalizer = tokenizers.normalizers.Replace(" ", "\u2581")
+    for text in ("hello hello", "  hello\n\n\nhello", "o w\u00e9\U0001f642", "\n", " ", ""):
+        assert found.encode(text) == [2, *theirs.encode(text).ids], text
+        assert found.decode(found.encode(text)) == text
+    assert found.encode("hello<turn|>")[-1] == len(own) - 1
+    with pytest.raises(ValueError, match=r"lacks 'tokenizer.ggml.merges'"):
+        read({"tokenizer.ggml.model": "gemma4", "tokenizer.ggml.tokens": ["a"]})
 
 
 def test_unknown_and_foreign_keys_are_not_dropped_silently():

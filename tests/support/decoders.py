@@ -156,7 +156,7 @@ def turned(config: Config, x: np.ndarray, position: int, local: bool) -> np.ndar
     base = float((config.local_rope_base if own else config.rope_base) or 0)
     scaling = None if own else config.rope_scaling
     out = x.copy()
-    half = config.rotated_size // 2
+    half = config.rotated_size(local=local) // 2
     for i in range(half):
         turn, size = base ** (-i / half), 1.0
         if scaling is not None and scaling.kind == "longrope":

@@ -45,6 +45,23 @@ _QWEN3_MOE: dict[str, Any] = {
     "num_experts_per_tok": 3,
 }
 
+_GEMMA4: dict[str, Any] = {
+    "model_type": "gemma4_text",
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 3.0,
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "proportional",
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 1000.0,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+    "tie_word_embeddings": True,
+}
+
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"} | _HEADS,
     "llama, biases": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
@@ -105,6 +122,22 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"model_type": "qwen3_moe", "norm_topk_prob": True} | _QWEN3_MOE,
     "qwen3_moe, weights as they are": {"model_type": "qwen3_moe", "norm_topk_prob": False}
     | _QWEN3_MOE,
+    "gemma4": _GEMMA4 | _WINDOW,
+    # On two devices, each has whole heads and multiples of 64 features.
+    "gemma4_moe": _GEMMA4
+    | _WINDOW
+    | {
+        "head_dim": 32,
+        "num_key_value_heads": 4,
+        "global_head_dim": 64,
+        "num_global_key_value_heads": 2,
+        "attention_k_eq_v": True,
+        "intermediate_size": 128,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 3,
+        "moe_intermediate_size": 64,
+    },
     "gpt_oss": {
         "model_type": "gpt_oss",
         "num_local_experts": 4,
@@ -156,7 +189,7 @@ def parameter(kind: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
     """
     if kind == "mixtral":
         name = name.replace(".mlp.", ".block_sparse_moe.")
-    if kind == "gpt_oss" or ".experts." not in name:
+    if kind in ("gpt_oss", "gemma4_text") or ".experts." not in name:
         return weight(name, shape)
     stem, _, last = name.rpartition(".")
     parts = (_MIXTRAL if kind == "mixtral" else _EXPERTS)[last]

@@ -23,6 +23,7 @@ RENAMED = {
     "mixtral": "llama",
     "qwen3_moe": "qwen3moe",
     "gpt_oss": "gpt-oss",
+    "gemma4_text": "gemma4",
 }
 
 
@@ -31,6 +32,8 @@ def hf_weights(config: Config) -> dict[str, np.ndarray]:
     entry: Any = ARCHITECTURES[config.architecture].huggingface
     shapes, found = config.shapes(), {}
     for tensor, ours in entry.tensors.items():
+        if ours.endswith(".E") and "layers.N.gate_up" in entry.tensors.values():
+            continue  # a stack instead
         layers = range(config.layers if "N." in ours else 1)
         experts = range(config.experts if ours.endswith(".E") else 1)
         for layer, expert in itertools.product(layers, experts):
@@ -40,8 +43,9 @@ def hf_weights(config: Config) -> dict[str, np.ndarray]:
             if parts[0] not in shapes:
                 continue
             first, n = shapes[parts[0]][:-1], sum(shapes[part][-1] for part in parts)
-            stack = len(first) == 2 and not ours.endswith(".E")
-            shape = (*first, n) if stack or last.endswith("_bias") else (n, *first[-1:])
+            stack = first[:-1] if len(first) == 2 and not ours.endswith(".E") else ()
+            as_they_are = (stack and entry.alternate) or last.endswith("_bias")
+            shape = (*first, n) if as_they_are else (*stack, n, *first[-1:])
             name = tensor.replace("N", str(layer)).replace(".E.", f".{expert}.")
             name = name if name.startswith("lm_head") else f"model.{name}"
             found[name] = weight(name, shape)
@@ -88,14 +92,17 @@ def keys_of(name: str, architecture: str) -> dict[str, Any]:
         original = config["original_max_position_embeddings"]
         ratio = config["max_position_embeddings"] / original
         found[keys.Rope.SCALING_ATTN_FACTOR] = math.sqrt(1 + math.log(ratio) / math.log(original))
-    elif rope:
+    elif "rope_type" in rope:
         found[keys.Rope.SCALING_TYPE] = rope["rope_type"]
         found[keys.Rope.SCALING_FACTOR] = rope["factor"]
         if original := rope.get("original_max_position_embeddings"):
             found[keys.Rope.SCALING_ORIG_CTX_LEN] = original
+    if architecture == "gemma4":
+        found |= _gemma4_keys(config, found[keys.Attention.SLIDING_WINDOW_PATTERN])
     if experts := config.get("num_local_experts") or config.get("num_experts"):
         found[keys.LLM.EXPERT_COUNT] = experts
-        found[keys.LLM.EXPERT_USED_COUNT] = config["num_experts_per_tok"]
+        used = config.get("top_k_experts") or config["num_experts_per_tok"]
+        found[keys.LLM.EXPERT_USED_COUNT] = used
         if architecture != "llama":
             size = config.get("moe_intermediate_size", config["intermediate_size"])
             found[keys.LLM.EXPERT_FEED_FORWARD_LENGTH] = size
@@ -109,6 +116,27 @@ def keys_of(name: str, architecture: str) -> dict[str, Any]:
     return {"general.architecture": architecture} | own | BPE | tokens
 
 
+def _gemma4_keys(config: dict[str, Any], local: list[bool]) -> dict[str, Any]:
+    keys, size, other = gguf.Keys, config["head_dim"], config["global_head_dim"]
+    rope, heads = config["rope_parameters"], config["num_key_value_heads"]
+    others = config.get("num_global_key_value_heads", heads)
+    return {
+        keys.Attention.SHARED_KV_LAYERS: 0,
+        keys.LLM.EMBD_LENGTH_PER_LAYER_INP: 0,
+        keys.Attention.HEAD_COUNT_KV: [heads if own else others for own in local],
+        keys.Attention.KEY_LENGTH: other,
+        keys.Attention.VALUE_LENGTH: other,
+        keys.Attention.KEY_LENGTH_SWA: size,
+        keys.Attention.VALUE_LENGTH_SWA: size,
+        keys.Rope.DIMENSION_COUNT: other,
+        keys.Rope.DIMENSION_COUNT_SWA: size,
+        keys.Rope.FREQ_BASE: rope["full_attention"]["rope_theta"],
+        keys.Rope.FREQ_BASE_SWA: rope["sliding_attention"]["rope_theta"],
+    }
+
+
+# Names that the converter writes itself.
+OWN = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
 # Converters join the tensors of experts under these names.
 EXPERTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
@@ -122,7 +150,7 @@ def stacked(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
             stem = single[1].replace("block_sparse_moe", "mlp")
             name = f"{stem}.{EXPERTS.get(single[2], single[2])}.weight"
             experts.setdefault(name, []).append(value)
-        elif ".experts." in key:
+        elif ".experts." in key and "mlp" in key:
             stem, kind = (key[:-5], "bias") if key.endswith("_bias") else (key, "weight")
             value = value if kind == "bias" else value.swapaxes(1, 2)
             if stem.endswith("gate_up_proj"):
@@ -131,7 +159,8 @@ def stacked(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
             else:
                 found[f"{stem}.{kind}"] = value
         else:
-            found[key + ".weight" if key.endswith("sinks") else key] = value
+            bare = key.endswith(("sinks", "layer_scalar", "_proj"))
+            found[key + ".weight" if bare else key] = value
     return found | {name: np.stack(values) for name, values in experts.items()}
 
 
@@ -143,14 +172,23 @@ def tensors_of(name: str, architecture: str, weights: dict[str, np.ndarray]) -> 
     found = {}
     for key, value in stacked(weights).items():
         stem, _, suffix = key.rpartition(".")
-        if architecture.startswith("gemma") and key.endswith("norm.weight"):
+        if architecture in ("gemma2", "gemma3") and key.endswith("norm.weight"):
             value = value + 1
         permuted = architecture in ("llama", "mistral3", "smollm3", "granite")
         for part, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
             if permuted and part in stem:
                 rows = value.reshape(config[heads], 2, -1, *value.shape[1:])
                 value = rows.swapaxes(1, 2).reshape(value.shape)
-        found[f"{names.get_name(stem)}.{suffix}"] = ("F32", np.ascontiguousarray(value))
+        name = f"{names.get_name(stem)}.{suffix}"
+        for theirs, own in OWN.items():
+            if key.endswith(theirs):
+                name = f"blk.{key.split('.')[2]}.{own}"
+        found[name] = ("F32", np.ascontiguousarray(value))
+    if architecture == "gemma4":
+        pairs = config["global_head_dim"] // 2
+        part = config["rope_parameters"]["full_attention"]["partial_rotary_factor"]
+        factors = np.where(np.arange(pairs) < int(pairs * part), 1, 1e30).astype(np.float32)
+        found["rope_freqs.weight"] = ("F32", factors)
     for kind in ("long", "short"):
         if factors := config.get("rope_scaling", {}).get(f"{kind}_factor"):
             found[f"rope_factors_{kind}.weight"] = ("F32", np.array(factors, np.float32))
