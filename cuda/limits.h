@@ -20,6 +20,9 @@ inline constexpr int64_t kMaxRmsNormColumns = 16384;
 inline constexpr int64_t kMaxAttendHeadSize = 256;
 inline constexpr int64_t kMaxAttendShared = 16;
 
+// The compute capability whose attention kernels read a cache of 8 bits.
+inline constexpr int kByteCacheCapability = 90;
+
 // Maximum k of products with an 8-bit lhs: with a larger one, sums of (-128)^2 overflow int32. Callers check it: kernels
 // see k with padding.
 inline constexpr int64_t kMaxKOf8Bits = (1 << 17) - 1;

@@ -114,6 +114,10 @@ class NormalizeStep final : public LoadedStep {
   const Device& device_;
 };
 
+std::string NameOfCapability(int capability) {
+  return std::to_string(capability / 10) + "." + std::to_string(capability % 10);
+}
+
 class AttendStep final : public LoadedStep {
  public:
   // The pointers of `attend` are not set. `results`: the number of the first result.
@@ -520,6 +524,15 @@ class Sequence {
     return error;
   }
 
+  ffi::Error CheckByteCache() const {
+    const int capability = target_.device->compute_capability;
+    if (capability == kByteCacheCapability) return ffi::Error::Success();
+    return InvalidArgument("attention to a cache of 8 bits needs compute capability " +
+                           NameOfCapability(kByteCacheCapability) + ", this device has " +
+                           NameOfCapability(capability) +
+                           "; use a cache in the dtype of the activations.");
+  }
+
   ffi::Error Attention() {
     const bool follows = started_;
     started_ = true;
@@ -533,6 +546,7 @@ class Sequence {
     ffi::Error error = DecodeAttend(buffers, &call_.attributes, &attend);
     attend.pdl = follows;
     if (error.success()) error = call_.attributes.Missing();
+    if (error.success() && Is8Bit(attend.cache)) error = CheckByteCache();
     const int results = static_cast<int>(call_.args().size());
     if (error.success()) error = CheckNoOverlap(buffers, results, &ways_);
     if (error.failure()) return error;

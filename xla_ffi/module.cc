@@ -317,6 +317,7 @@ void BindLimits(nb::module_& module) {
   module.attr("MAX_RMS_NORM_COLUMNS") = kMaxRmsNormColumns;
   module.attr("MAX_ATTEND_HEAD_SIZE") = kMaxAttendHeadSize;
   module.attr("MAX_ATTEND_SHARED") = kMaxAttendShared;
+  module.attr("BYTE_CACHE_CAPABILITY") = kByteCacheCapability;
   module.attr("MAX_CPU_ATTEND_HEAD_SIZE") = CpuAttend::kMaxHeadSize;
   module.attr("MAX_EXCHANGE_ROWS") = kMaxExchangeRows;
   module.attr("PLACE_ALIGNMENT") = kPlaceAlignment;

@@ -464,10 +464,8 @@ __device__ void AttendToUnits(const CacheCopier<C, kSize>& cache, UnitRing<C, kS
   }
 }
 
-// T: activations; C: elements of the cache, T or 8 bits. kSize: head size, padded with zeros beyond params.size. kWide:
-// more than 8 query heads per key head.
 template <typename T, typename C, int kSize, bool kWide>
-__global__ void __launch_bounds__(Shape<C, kSize>::kThreads) AttendKernel(const Params p) {
+__device__ void AttendCta(const Params& p) {
   using S = Shape<C, kSize>;
   extern __shared__ __align__(128) uint8_t ring[];
   LaunchDependents();
@@ -510,6 +508,20 @@ __global__ void __launch_bounds__(Shape<C, kSize>::kThreads) AttendKernel(const 
   attention.StorePartial(p.shared, merged, tops, totals);
   __syncthreads();
   StoreSums<T, C, kSize>(p, merged, tops, totals);
+}
+
+// Whether kernels for 8-bit caches are compiled for this architecture (kByteCacheCapability); the others are empty.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
+inline constexpr bool kHasByteCaches = false;
+#else
+inline constexpr bool kHasByteCaches = true;
+#endif
+
+// T: activations; C: elements of the cache, T or 8 bits. kSize: head size, padded with zeros beyond params.size. kWide:
+// more than 8 query heads per key head.
+template <typename T, typename C, int kSize, bool kWide>
+__global__ void __launch_bounds__(Shape<C, kSize>::kThreads) AttendKernel(const Params p) {
+  if constexpr (!kHasScales<C> || kHasByteCaches) AttendCta<T, C, kSize, kWide>(p);
 }
 
 }  // namespace jaxlowbit::attend

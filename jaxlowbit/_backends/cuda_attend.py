@@ -33,7 +33,11 @@ def unsupported(
     if heads > ffi.MAX_ATTEND_SHARED * kv_heads:
         return f"its kernel takes up to {ffi.MAX_ATTEND_SHARED} heads that share keys"
     gpus = local_gpus()
-    return gpus.unfit if gpus.capabilities else "JAX sees no NVIDIA GPU"
+    if not gpus.capabilities:
+        return "JAX sees no NVIDIA GPU"
+    if cache_dtype in VALUES and gpus.capabilities != {ffi.BYTE_CACHE_CAPABILITY}:
+        return f"its kernel takes a cache of {cache_dtype} on Hopper"
+    return gpus.unfit
 
 
 class Operands(NamedTuple):
