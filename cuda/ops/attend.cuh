@@ -28,6 +28,7 @@
 #include "cuda/device/mma.cuh"
 #include "cuda/device/pdl.cuh"
 #include "cuda/device/transposed.cuh"
+#include "cuda/limits.h"
 #include "cuda/ops/attend_bytes.cuh"
 #include "cuda/ops/attend_cache.cuh"
 #include "cuda/ops/head_row.cuh"
@@ -510,9 +511,9 @@ __device__ void AttendCta(const Params& p) {
   StoreSums<T, C, kSize>(p, merged, tops, totals);
 }
 
-// Whether kernels for 8-bit caches are compiled for this architecture (kByteCacheCapability); the others are empty.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
-inline constexpr bool kHasByteCaches = false;
+// Whether this architecture has kernels for 8-bit caches; the others are empty.
+#ifdef __CUDA_ARCH__
+inline constexpr bool kHasByteCaches = __CUDA_ARCH__ == 10 * kByteCacheCapability;
 #else
 inline constexpr bool kHasByteCaches = true;
 #endif

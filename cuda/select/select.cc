@@ -200,9 +200,8 @@ std::vector<RaggedChoice> RaggedGeneralChoices(const QuantizedMatmul& problem,
   return found;
 }
 
-// The cheapest choice for a ragged product, by the cost of the expected blocks; the first one of those that only wait
-// for memory. qmm_sm80 multiplies what Hopper's kernels do not support, because of the device or of an operand that is
-// not aligned.
+// The cheapest choice for a ragged product, by the cost of the expected blocks. If several choices wait for memory, it
+// is the first one. qmm_sm80 is the fallback on other devices and for unaligned operands.
 Choice SelectRagged(const QuantizedMatmul& problem, const Device& device) {
   constexpr double kSame = 0.97;
   std::vector<RaggedChoice> choices = RaggedStreamChoices(problem, device);

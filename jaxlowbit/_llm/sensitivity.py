@@ -36,8 +36,8 @@ from ..quantizers._quantize import quantize
 from .calibration import Source, embedded, forward, like
 from .config import Config
 
-# The matrices of a block, of which some blocks lack v. The matrices of a unit are one call if they
-# share a format.
+# The matrices of a block; some blocks have no v. The matrices of a unit are one call if they share
+# a format.
 UNITS = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
 _ROWS = 64  # maximum number of tokens whose logits exist at the same time
 

@@ -51,7 +51,7 @@ def test_every_key_of_llama_cpp_is_used_harmless_or_raises():
 
 
 def test_tokens_of_gemma4_are_those_of_transformers():
-    """The same BPE as its GemmaTokenizer: merges of characters, spaces as in SentencePiece."""
+    """Both have the same BPE: merges of characters, spaces as in SentencePiece."""
     merges = ["h e", "l l", "he ll", "hell o", "\u2581 hello", "\n \n", "\u2581 \u2581"]
     own = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
     characters = ["\u2581", "\n", "h", "e", "l", "o", "w"]
