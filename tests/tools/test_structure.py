@@ -1,6 +1,7 @@
 """Import rules of the subpackages, and the stack from `quantized_matmul` to the FFI call."""
 
 import ast
+import functools
 import graphlib
 import inspect
 import pickle
@@ -63,6 +64,12 @@ def name_of(path: Path) -> str:
 PATHS = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
+@functools.cache
+def nodes(name: str) -> list[ast.AST]:
+    """All nodes of the syntax tree of a module."""
+    return [*ast.walk(ast.parse(PATHS[name].read_text(encoding="utf-8")))]
+
+
 def targets(name: str, node: ast.AST) -> Iterator[str]:
     """All modules that an import statement of a module names."""
     if isinstance(node, ast.Import):
@@ -84,10 +91,10 @@ def ours(target: str) -> str | None:
     return (found[1] or "") if found and (found[1] or "") in PATHS else None
 
 
+@functools.cache
 def imports(name: str) -> set[str]:
     """Modules of this package that a module imports, anywhere in its code."""
-    tree = ast.parse(PATHS[name].read_text())
-    found = {ours(target) for node in ast.walk(tree) for target in targets(name, node)}
+    found = {ours(target) for node in nodes(name) for target in targets(name, node)}
     return {target for target in found if target is not None}
 
 
@@ -107,7 +114,7 @@ def test_every_room_has_a_rank():
 @pytest.mark.parametrize("name", PATHS)
 def test_no_import_of_ours_is_deferred(name):
     """No such import is in a function or in a branch for type checkers."""
-    for node in ast.walk(ast.parse(PATHS[name].read_text())):
+    for node in nodes(name):
         deferring = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or (
             isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
         )
@@ -141,7 +148,7 @@ def test_functions_have_at_most_60_lines():
         (name, node.name): lines[min([node.lineno, *(d.lineno for d in node.decorator_list)])]
         for name, path in PATHS.items()
         for lines in [count_calls._python_lengths(str(path))]
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes(name)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     }
     assert len(found) > 1000 and {key for key, lines in found.items() if lines > 60} == set()
@@ -192,8 +199,8 @@ def test_shared_modules_import_neither_flax_api():
 def test_optional_dependencies_are_imported_by_their_users_only(dependency):
     users = {
         name
-        for name, path in PATHS.items()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for name in PATHS
+        for node in nodes(name)
         if any(f"{target}.".startswith(f"{dependency}.") for target in targets(name, node))
     }
     assert users and all(re.fullmatch(ONLY[dependency], name) for name in users), users
