@@ -29,9 +29,19 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-k", {SOME!r}, *{FILES!r}
 """
 
 
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    """Environment variables of a cache of compiled programs, which all instruction sets share."""
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("programs")),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+
+
 @pytest.mark.parametrize("isa", extension.BUILD["cpu_isa"][1:])
-def test_products_of_an_instruction_set(isa):
-    environment = os.environ | {"JAXLOWBIT_CPU_ISA": isa}
+def test_products_of_an_instruction_set(isa, programs):
+    environment = os.environ | programs | {"JAXLOWBIT_CPU_ISA": isa}
     run = [sys.executable, "-c", PROGRAM, isa]
     found = subprocess.run(run, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert found.returncode == 0, found.stdout + found.stderr
