@@ -310,7 +310,8 @@ def test_a_cache_in_8_bits(sizes, slot, window, dtype, cache_dtype):
     (keys, key_scales), (values, value_scales) = caches
     for one, other in zip(cache, (keys, values, key_scales, value_scales), strict=True):
         assert one.dtype == other.dtype
-        np.testing.assert_array_equal(*(np.asarray(x).astype(np.float32) for x in (one, other)))
+        found, wanted = (np.asarray(x).astype(np.float32) for x in (one, other))
+        np.testing.assert_array_equal(found, wanted)
     error = np.abs(np.asarray(out).astype(np.float64) - np.asarray(want))
     worst = np.nan_to_num(error / ((2.2 * 2.0**-8 + 1e-4) * size + 1e-5), nan=np.inf).max()
     assert worst <= 1, worst
