@@ -5,9 +5,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
+from gpu_problems import rounding
 from helpers import Oracle, call_names, dequantize, dequantized
 from jax import lax
 
@@ -189,19 +189,6 @@ def test_derivatives_match_the_composition():
 # --- rounding inside the call ---------------------------------------------------------------------
 
 FLOATS = ("bfloat16", "float16", "float32")
-
-
-def rounding(x: Any, dtype: str, factor: Any = None) -> tuple[np.ndarray, np.ndarray]:
-    """Reference for `quantize_activations`: values in float32, and scales of tokens (m, 1)."""
-    floats, most = np.asarray(x).astype(np.float32), np.float32(127 if dtype == "int8" else 448)
-    with np.errstate(all="ignore"):
-        floats = floats if factor is None else floats / np.asarray(factor)
-        reach = np.abs(floats).max(-1, keepdims=True)
-        scale = np.where(reach > 0, np.maximum(reach / most, np.float32(2.0**-126)), np.float32(1))
-        scale = np.where(np.isfinite(reach), scale, np.float32(np.nan))
-        steps = np.where(np.isfinite(reach), np.clip(floats / scale, -most, most), np.float32(0))
-    values = np.rint(steps) if dtype == "int8" else steps.astype(ml_dtypes.float8_e4m3fn)
-    return values.astype(np.float32), scale
 
 
 def tokens(m: int, k: int, dtype: str) -> jax.Array:

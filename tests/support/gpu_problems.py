@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 import run_programs
@@ -45,6 +46,22 @@ def uniform(
         n=n,
         permutation=jnp.asarray(rng.permutation(k), jnp.int32) if permuted else None,
     )
+
+
+def rounding(x: Any, dtype: str, factor: Any = None) -> tuple[np.ndarray, np.ndarray]:
+    """Reference for `quantize_activations`: values in float32, and scales of tokens (m, 1).
+
+    NumPy, since XLA's division on GPUs may be off by two units in the last place.
+    """
+    floats, most = np.asarray(x).astype(np.float32), np.float32(127 if dtype == "int8" else 448)
+    with np.errstate(all="ignore"):
+        floats = floats if factor is None else floats / np.asarray(factor)
+        reach = np.abs(floats).max(-1, keepdims=True)
+        scale = np.where(reach > 0, np.maximum(reach / most, np.float32(2.0**-126)), np.float32(1))
+        scale = np.where(np.isfinite(reach), scale, np.float32(np.nan))
+        steps = np.where(np.isfinite(reach), np.clip(floats / scale, -most, most), np.float32(0))
+    values = np.rint(steps) if dtype == "int8" else steps.astype(ml_dtypes.float8_e4m3fn)
+    return values.astype(np.float32), scale
 
 
 def assert_close(got: Any, want: Any, *, k: int, products: int = 1) -> None:
