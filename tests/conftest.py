@@ -192,7 +192,6 @@ NOT_OF_JAX = (
     "llm_plan",
     "llm_pre_tokenizers",
     "llm_rope",
-    "llm_sampling::test_functions_run_without_jit",
     "llm_sampling::test_logprobs_match_the_model",
     "llm_sampling::test_logprobs_end_with_the_tokens",
     "llm_sampling::test_numbers_at_the_ends_of_float32",
