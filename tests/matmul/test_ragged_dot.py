@@ -189,7 +189,9 @@ PROGRAMS, COUNT = (10, 80) if hypothesis.settings().derandomize else (1500, 2000
 @hypothesis.given(st.data())
 @hypothesis.settings(max_examples=COUNT, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 def test_random_products_are_within_their_error_bound(data):
-    drawn = case(data.draw(st.integers(0, PROGRAMS - 1)))
+    # Hypothesis prefers small and repeated numbers.
+    seed = data.draw(st.integers(0, 2**32 - 1))
+    drawn = case(random.Random(seed).randrange(PROGRAMS))
     sizes = data.draw(sizes_of(drawn))
     lhs, rhs, bias, _ = operands(drawn)
     got = product(
