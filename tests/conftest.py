@@ -150,7 +150,7 @@ NOT_OF_JAX = (
     "llm_activations",
     "llm_architectures",
     "llm_blocks",
-    "llm_cache::test_a_session_continues_from_a_file",  # the same ways: llm_session
+    "llm_cache::test_a_session_continues_from_a_file",  # llm_session uses JAX alike
     "llm_cache::test_every_token_and_head_has_a_scale",
     "llm_cache::test_logits_are_close",
     "llm_cache::test_sequences_of_a_batch_share_a_cache",

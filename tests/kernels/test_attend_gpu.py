@@ -275,7 +275,7 @@ def test_caches_of_a_stack():
     ],
 )
 def test_a_cache_in_8_bits(sizes, slot, window, dtype, cache_dtype):
-    """Values and scales of the new row are exact; the sign of a zero may be lost. Hidden slots have
+    """Values and scales of the new row are exact, except for the sign of zero. Hidden slots have
     scales NaN."""
     plain = problem(*sizes, dtype=dtype, slot=slot)
     held = plain.positions.at[:, 3:6].set(-1)
@@ -289,9 +289,9 @@ def test_a_cache_in_8_bits(sizes, slot, window, dtype, cache_dtype):
     q, *new = jax.jit(appended)(plain._replace(keys=0 * plain.keys, values=0 * plain.values))
     caches = []
     for row, own, alone in zip(rows, scales, new, strict=True):
-        codes, reach = rounding(alone[:, plain.slot], cache_dtype)
-        codes = row.values.at[:, plain.slot].set(codes.astype(row.values.dtype))
-        caches.append((codes, own.at[:, plain.slot].set(reach[..., 0])))
+        values, new_scale = rounding(alone[:, plain.slot], cache_dtype)
+        codes = row.values.at[:, plain.slot].set(values.astype(row.values.dtype))
+        caches.append((codes, own.at[:, plain.slot].set(new_scale[..., 0])))
 
     @jax.jit
     def reference(q, caches):
@@ -312,6 +312,7 @@ def test_a_cache_in_8_bits(sizes, slot, window, dtype, cache_dtype):
         assert one.dtype == other.dtype
         found, wanted = (np.asarray(x).astype(np.float32) for x in (one, other))
         np.testing.assert_array_equal(found, wanted)
+    # Weights round to bfloat16, the result to `dtype`.
     error = np.abs(np.asarray(out).astype(np.float64) - np.asarray(want))
     worst = np.nan_to_num(error / ((2.2 * 2.0**-8 + 1e-4) * size + 1e-5), nan=np.inf).max()
     assert worst <= 1, worst

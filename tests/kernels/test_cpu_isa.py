@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import program_cache
 
 from jaxlowbit._backends import extension
 
@@ -31,12 +32,8 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-k", {SOME!r}, *{FILES!r}
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
-    """Environment variables of a cache of compiled programs, which all instruction sets share."""
-    return {
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("programs")),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
+    """All instruction sets share compiled programs."""
+    return program_cache(tmp_path_factory.mktemp("programs"))
 
 
 @pytest.mark.parametrize("isa", extension.BUILD["cpu_isa"][1:])

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import run_programs
 from gpu_problems import normal, uniform
-from helpers import Oracle, Weight, assert_within, dequantize
+from helpers import Oracle, Weight, assert_within, dequantize, program_cache
 from jax import export, lax
 
 import jaxlowbit
@@ -241,11 +241,7 @@ def test_exported_programs(tmp_path):
 
 def test_programs_of_jaxs_cache(tmp_path):
     """Loading a program from the JAX cache starts compiling its kernels."""
-    settings = {
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "programs"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
+    settings = program_cache(tmp_path / "programs")
     assert run("products", tmp_path / "here", **settings)["compiled"] >= 3
     assert list((tmp_path / "programs").iterdir())
     assert run("products", tmp_path / "there", **settings)["compiled"] >= 3

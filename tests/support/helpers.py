@@ -7,6 +7,7 @@ import functools
 import math
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -550,3 +551,12 @@ def assert_within(got: Any, exact: np.ndarray, bound: np.ndarray) -> None:
         f"{ratio[worst]:.3g} times over at {tuple(map(int, worst))}: {got[worst]} for "
         f"{exact[worst]} +- {bound[worst]:.3g}"
     )
+
+
+def program_cache(folder: Path) -> dict[str, str]:
+    """Environment variables that make JAX keep every compiled program in a folder."""
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(folder),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
