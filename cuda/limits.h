@@ -23,6 +23,30 @@ inline constexpr int64_t kMaxAttendShared = 16;
 // The compute capability whose attention kernels read a cache of 8 bits.
 inline constexpr int kByteCacheCapability = 90;
 
+// Limits of the router of a decode step: experts, a power of two; choices of a token; and CTAs, among which the columns of
+// x are divided.
+inline constexpr int kMinRoutedExperts = 8, kMaxRoutedExperts = 512;
+inline constexpr int kMaxRoutedChoices = 32;
+inline constexpr int kRouteCtas = 8;
+
+// The compute capability whose kernels route tokens, and group and combine their choices.
+inline constexpr int kRouteCapability = 90;
+
+// Returns "" if the kernel routes tokens of these sizes, else the reason.
+constexpr const char* UnsupportedRoute(int64_t columns, int64_t experts, int64_t top) {
+  if (columns < kRouteCtas || columns > kMaxRmsNormColumns || columns % kRouteCtas != 0) {
+    return "the router's kernel takes rows of a multiple of 8 up to 16384 elements";
+  }
+  if (experts < kMinRoutedExperts || experts > kMaxRoutedExperts ||
+      (experts & (experts - 1)) != 0) {
+    return "the router's kernel takes a power of two from 8 to 512 of experts";
+  }
+  if (top < 1 || top > kMaxRoutedChoices || top > experts) {
+    return "the router's kernel takes from 1 to 32 choices of a token, of different experts";
+  }
+  return "";
+}
+
 // Maximum k of products with an 8-bit lhs: with a larger one, sums of (-128)^2 overflow int32. Callers check it: kernels
 // see k with padding.
 inline constexpr int64_t kMaxKOf8Bits = (1 << 17) - 1;
