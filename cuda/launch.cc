@@ -28,6 +28,7 @@
 #include "cuda/ops/quantize_rows.h"
 #include "cuda/ops/reduce_splits.h"
 #include "cuda/ops/rms_norm.h"
+#include "cuda/ops/route_choices.h"
 #include "cuda/plan.h"
 #include "cuda/select/select.h"
 #include "cuda/select/tuned.h"
@@ -113,6 +114,7 @@ cudaError_t Prepare(int ordinal, DeviceState& state) {
     if (error == cudaSuccess) error = PrepareQuantizeRows();
     if (error == cudaSuccess) error = PrepareGroupChoices();
     if (error == cudaSuccess) error = PrepareCombineChoices();
+    if (error == cudaSuccess) error = PrepareRouteChoices();
     if (error == cudaSuccess) error = sm90::Prepare(device);
   }
   const cudaError_t restored = cudaSetDevice(current);

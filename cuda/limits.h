@@ -32,8 +32,12 @@ inline constexpr int kRouteCtas = 8;
 // The compute capability whose kernels route tokens, and group and combine their choices.
 inline constexpr int kRouteCapability = 90;
 
-// Returns "" if the kernel routes tokens of these sizes, else the reason.
-constexpr const char* UnsupportedRoute(int64_t columns, int64_t experts, int64_t top) {
+// Returns "" if the kernel routes tokens of these sizes on GPUs of a compute capability, else the reason.
+constexpr const char* UnsupportedRoute(int64_t columns, int64_t experts, int64_t top,
+                                       int compute_capability) {
+  if (compute_capability != kRouteCapability) {
+    return "the router's kernel runs on compute capability 9.0";
+  }
   if (columns < kRouteCtas || columns > kMaxRmsNormColumns || columns % kRouteCtas != 0) {
     return "the router's kernel takes rows of a multiple of 8 up to 16384 elements";
   }

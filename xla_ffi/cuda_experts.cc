@@ -5,8 +5,10 @@
 #include <string>
 #include <utility>
 
+#include "cuda/limits.h"
 #include "cuda/ops/combine_choices.h"
 #include "cuda/ops/group_choices.h"
+#include "cuda/ops/route_choices.h"
 
 namespace jaxlowbit {
 namespace {
@@ -81,6 +83,27 @@ class CombineStep final : public LoadedStep {
   const ExpertAddresses at_;
 };
 
+class RouteStep final : public LoadedStep {
+ public:
+  // The pointers of `route` are not set.
+  RouteStep(const RouteChoices& route, const RouteAddresses& addresses)
+      : route_(route), at_(addresses) {}
+
+  cudaError_t Run(void* const* pointers, cudaStream_t stream) const override {
+    RouteChoices route = route_;
+    route.x = PointerTo(at_.x, pointers);
+    route.router = PointerTo(at_.router, pointers);
+    route.bias = PointerTo(at_.bias, pointers);
+    route.expert = static_cast<int32_t*>(PointerTo(at_.expert, pointers));
+    route.weight = static_cast<float*>(PointerTo(at_.weight, pointers));
+    return LaunchRouteChoices(route, stream);
+  }
+
+ private:
+  const RouteChoices route_;
+  const RouteAddresses at_;
+};
+
 // Choices of experts: sizes of a buffer [tokens, top].
 struct Choices {
   int64_t tokens = 0, top = 0;
@@ -150,6 +173,54 @@ ffi::Error LoadGroup(const Call& call, const Step& step, const ExpertAddresses& 
     return InvalidArgument("more than two products multiply grouped rows.");
   }
   *loaded = std::make_unique<GroupStep>(group, addresses, std::move(memories));
+  return error;
+}
+
+ffi::Error LoadRoute(const Call& call, const Step& step, const RouteAddresses& addresses, bool pdl,
+                     const Device& device, std::unique_ptr<const LoadedStep>* loaded) {
+  for (int64_t place : {step.x, step.scales, step.expert, step.out}) {
+    if (place == 0) return InvalidArgument("a router lacks an operand or a result.");
+  }
+  const ffi::AnyBuffer x = call.At(step.x), router = call.At(step.scales);
+  const ffi::AnyBuffer bias = call.At(step.addend == 0 ? step.scales : step.addend);
+  const auto type = FloatType(x.element_type()), router_type = FloatType(router.element_type());
+  const auto bias_type = FloatType(bias.element_type());
+  constexpr const char* kFloats = "f32, bf16 or f16";
+  Choices choices;
+  ffi::Error error = CheckType("x", x, type && *type != ElementType::kF32, "bf16 or f16");
+  if (error.success()) error = CheckType("router", router, router_type.has_value(), kFloats);
+  if (error.success()) error = CheckType("bias", bias, bias_type.has_value(), kFloats);
+  if (error.success()) error = CheckType("expert", call.At(step.expert), ffi::DataType::S32);
+  if (error.success()) error = ReadChoices("expert", call.At(step.expert), &choices);
+  if (error.success()) error = CheckRank("x", x, 3, "[1, tokens, columns]");
+  if (error.success()) error = CheckRank("router", router, 2, "[columns, experts]");
+  if (error.failure()) return error;
+  const auto [tokens, top] = choices;
+  const int64_t columns = x.dimensions()[2], experts = router.dimensions()[1];
+  error = CheckShape("x", x, {1, tokens, columns}, "[1, tokens, columns]");
+  if (error.success()) {
+    error = CheckShape("router", router, {columns, experts}, "[columns, experts]");
+  }
+  if (error.success() && step.addend != 0) {
+    error = CheckShape("bias", bias, {experts}, "[experts]");
+  }
+  if (error.success()) {
+    error = CheckBuffer("weight", call.At(step.out), ffi::DataType::F32, {tokens, top},
+                        "[tokens, top]");
+  }
+  if (error.failure()) return error;
+  const std::string reason = UnsupportedRoute(columns, experts, top, device.architecture);
+  if (!reason.empty()) return InvalidArgument(reason + ".");
+  const RouteChoices route = {*type,
+                              *router_type,
+                              *bias_type,
+                              static_cast<int>(tokens),
+                              static_cast<int>(top),
+                              static_cast<int>(experts),
+                              columns,
+                              step.normalized,
+                              pdl};
+  *loaded = std::make_unique<RouteStep>(route, addresses);
   return error;
 }
 

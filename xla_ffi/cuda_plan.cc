@@ -33,6 +33,7 @@ std::vector<int64_t> PlacesRead(const Call& call, const Step& step) {
       break;
     case StepKind::kRound:
     case StepKind::kNormalize:
+    case StepKind::kRoute:
       for (int64_t place : {step.x, step.addend, step.scales}) {
         if (place != 0) places.push_back(place);
       }
@@ -56,6 +57,7 @@ std::vector<int64_t> PlacesWritten(const Call& call, const Step& step) {
   if (step.kind != StepKind::kMultiply) {
     places = {step.total, step.out, step.out_scale, step.sizes};
     if (step.kind == StepKind::kGroup) places.push_back(step.place);
+    if (step.kind == StepKind::kRoute) places.push_back(step.expert);
   } else {
     for (int64_t i = step.first; i < step.first + step.count; ++i) {
       places.push_back(call.products[i].places.out);
@@ -402,6 +404,8 @@ class Sequence {
       case StepKind::kGroup:
       case StepKind::kCombine:
         return GroupOrCombine(step);
+      case StepKind::kRoute:
+        return Route(step);
     }
     return ffi::Error::Success();
   }
@@ -521,6 +525,17 @@ class Sequence {
       Add(std::move(loaded),
           groups ? "launching the grouping of choices" : "launching the sum of choices");
     }
+    return error;
+  }
+
+  ffi::Error Route(const Step& step) {
+    const RouteAddresses addresses = {AddressAt(step.x), AddressAt(step.scales),
+                                      AddressAt(step.addend), AddressAt(step.expert),
+                                      AddressAt(step.out)};
+    std::unique_ptr<const LoadedStep> loaded;
+    const ffi::Error error = LoadRoute(call_, step, addresses, started_, *target_.device, &loaded);
+    started_ = true;
+    if (error.success()) Add(std::move(loaded), "launching the router");
     return error;
   }
 

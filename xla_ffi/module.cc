@@ -373,6 +373,8 @@ NB_MODULE(_ffi, module) {
       nb::arg("product"), nb::arg("isa"));
   module.def("codebook", &jaxlowbit::NameCodebook, nb::arg("numbers"));
   module.def("partial_sums_bytes", &jaxlowbit::PartialSumsBytes, nb::arg("product"));
+  module.def("unsupported_route", &jaxlowbit::UnsupportedRoute, nb::kw_only(), nb::arg("columns"),
+             nb::arg("experts"), nb::arg("top"), nb::arg("compute_capability"));
   module.def("attend_bytes", &jaxlowbit::MaxAttendBytes, nb::kw_only(), nb::arg("batch"),
              nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_size"), nb::arg("reach"));
 }

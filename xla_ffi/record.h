@@ -14,10 +14,10 @@
 
 namespace jaxlowbit {
 
-enum class StepKind { kMultiply, kRound, kNormalize, kAttend, kGroup, kCombine };
+enum class StepKind { kMultiply, kRound, kNormalize, kAttend, kGroup, kCombine, kRoute };
 
-inline constexpr const char* kStepKindNames[] = {"multiply", "round", "normalize",
-                                                 "attend",   "group", "combine"};
+inline constexpr const char* kStepKindNames[] = {"multiply", "round",   "normalize", "attend",
+                                                 "group",    "combine", "route"};
 
 // The 8-bit type that a rounding step produces.
 constexpr Rounding RoundingTo(ElementType to) {

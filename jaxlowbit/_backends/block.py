@@ -41,6 +41,7 @@ def add_block(
     activation: str,
     values: Any = None,
     parts: Any = None,
+    mlp: Callable[[int, int], None] | None = None,
 ) -> None:
     """Appends the products and steps of a block; its first results are the new residual and the
     products that follow the block.
@@ -49,6 +50,8 @@ def add_block(
     - `read`: returns the arrays of a weight in the backend's form.
     - `values`: None, or the 8-bit dtype that rows are rounded to before each product.
     - `parts`: the dtype of the output and down projections, if it differs from `residual`.
+    - `mlp`: appends what the block has instead of an MLP, from the place of its rows to that of its
+      result; it reads gate_up and down.
     """
     out, gate_up, down, *following = weights
     shape, dtype = residual.shape, residual.dtype
@@ -58,16 +61,18 @@ def add_block(
     projected = calls.result(shape, parts or dtype)
     total = calls.result(shape, dtype)
     normed = calls.result(shape, values or dtype)
-    hidden = calls.result((1, m, gate_up.n), dtype)
+    hidden = 0 if mlp is not None else calls.result((1, m, gate_up.n), dtype)
     scale = 0 if values is None else calls.result((1, m), jnp.float32)
     lhs_of_out, lhs_of_down = attended, hidden
     if values is not None:
         lhs_of_out, lhs_of_down = (calls.result((1, m, w.k), values) for w in (out, down))
-    places = [(lhs_of_out, projected), (normed, hidden), (lhs_of_down, projected)]
-    places += [(normed, place) for place in follow]
+    products = [(out, lhs_of_out, projected)]
+    if mlp is None:
+        products += [(gate_up, normed, hidden), (down, lhs_of_down, projected)]
+    products += [(weight, normed, y) for weight, y in zip(following, follow, strict=True)]
     numbers = []
-    for i, (weight, (x, y)) in enumerate(zip(weights, places, strict=True)):
-        fields = {"gated": True, "activation": activation} if i == 1 else {}
+    for weight, x, y in products:
+        fields = {"gated": True, "activation": activation} if weight is gate_up else {}
         numbers.append(calls.add_product(read(weight), x, y, lhs_scale=scale, **fields))
 
     def round_rows(x: int, product: int, y: int) -> None:
@@ -82,10 +87,13 @@ def add_block(
     round_rows(attended, 0, lhs_of_out)
     calls.multiply(0)
     normalize(calls.operand(residual), total, calls.operand(norm))
-    calls.multiply(1)
-    round_rows(hidden, 2, lhs_of_down)
-    calls.multiply(2)
+    if mlp is None:
+        calls.multiply(1)
+        round_rows(hidden, 2, lhs_of_down)
+        calls.multiply(2)
+    else:
+        mlp(normed, projected)
     last = 0 if following_norm is None or not following else calls.operand(following_norm)
     normalize(total, result, last)
     if following:
-        calls.multiply(*numbers[3:])
+        calls.multiply(*numbers[-len(following) :])

@@ -215,7 +215,7 @@ class Call:
     def step(self, kind: str, **fields: Any) -> None:
         """Appends a step (`xla_ffi/call.def`)."""
         self._steps.append(ffi.step(kind=kind, **fields))
-        numbers = ("first", "count", "to")
+        numbers = ("first", "count", "to", "normalized")
         self._used |= {place for name, place in fields.items() if name not in numbers}
 
     def multiply(self, *products: int) -> None:

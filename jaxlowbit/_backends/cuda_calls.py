@@ -16,6 +16,7 @@ from jax import Array
 
 from .._core import layout
 from .._core.array import QuantizedArray
+from .._core.dtypes import FLOATS
 from . import call, cuda_attend, extension
 from .block import add_block, add_mlp
 from .call import Call, stored_weight
@@ -167,12 +168,42 @@ def moe(
     arrays = (x.reshape(1, tokens, k), expert.reshape(choices), weight.reshape(choices))
     x_at, expert_at, weight_at = map(calls.operand, call.apart(*arrays))
     out = calls.result((1, tokens, down.n), out_dtype)
+    _add_experts(
+        *(calls, x_at, expert_at, weight_at, gate_up, down, gate_up_bias, down_bias),
+        calls.operand(offset.reshape(1)),
+        out,
+        activation=activation,
+        accumulate_float16=accumulate_float16,
+    )
+    return call.apart(calls.run()[0])[0].reshape(*rows, down.n)
+
+
+def _add_experts(
+    calls: Call,
+    x: int,
+    expert: int,
+    weight: int,
+    gate_up: QuantizedArray,
+    down: QuantizedArray,
+    gate_up_bias: Array | None,
+    down_bias: Array | None,
+    offset: int,
+    out: int,
+    *,
+    activation: str | None,
+    accumulate_float16: bool = False,
+) -> None:
+    """Appends the products and steps of `quantized_moe`, of the rows at `x` and the choices at
+    `expert` and `weight`. `offset`: a place, 0 if all experts are here."""
+    k, dtype = calls.at[x].shape[-1], calls.at[x].dtype
+    choices = tuple(calls.at[expert].shape)
+    count = math.prod(choices)
     sizes = calls.result((down.shape[0],), jnp.int32)
     place = calls.result(choices, jnp.int32)
-    grouped = calls.result((1, tokens * top, k), x.dtype)
-    hidden = calls.result((1, tokens * top, down.k), x.dtype)
-    results = calls.result((1, tokens * top, down.n), jnp.float32)
-    shared: dict[str, Any] = {"lhs": x.dtype, "accumulate_float16": accumulate_float16}
+    grouped = calls.result((1, count, k), dtype)
+    hidden = calls.result((1, count, down.k), dtype)
+    results = calls.result((1, count, down.n), jnp.float32)
+    shared: dict[str, Any] = {"lhs": dtype, "accumulate_float16": accumulate_float16}
     products = [
         _add_ragged(calls, *operands, **shared)
         for operands in (
@@ -184,17 +215,16 @@ def moe(
         "group",
         first=products[0],
         count=len(products),
-        x=x_at,
-        expert=expert_at,
-        offset=calls.operand(offset.reshape(1)),
+        x=x,
+        expert=expert,
+        offset=offset,
         sizes=sizes,
         place=place,
         out=grouped,
     )
     for product in products:
         calls.multiply(product)
-    calls.step("combine", x=results, place=place, scales=weight_at, out=out)
-    return call.apart(calls.run()[0])[0].reshape(*rows, down.n)
+    calls.step("combine", x=results, place=place, scales=weight, out=out)
 
 
 def unsupported_ragged(
@@ -340,6 +370,31 @@ def block(
     return tuple(x.reshape(*rows, x.shape[-1]) for x in results)
 
 
+class Router(NamedTuple):
+    """The router of a mixture of experts.
+
+    - `weight`, `bias`: floats (width, experts), and (experts,) or None.
+    - `top`: the number of experts of a token.
+    - `normalized`: whether weights are the softmax over the chosen experts, or over all.
+    """
+
+    weight: Array
+    bias: Array | None
+    top: int
+    normalized: bool
+
+
+class Mixture(NamedTuple):
+    """What a mixture of experts has in addition to its stacks gate_up and down.
+
+    - `gate_up_bias`, `down_bias`: (2, experts, hidden) and (experts, width), or None.
+    """
+
+    router: Router
+    gate_up_bias: Array | None
+    down_bias: Array | None
+
+
 class DecodeLayer(NamedTuple):
     """Attention of a decode step, and the block after it.
 
@@ -347,6 +402,7 @@ class DecodeLayer(NamedTuple):
       query, key and value; later layers read the following products of the layer before.
     - `norm`, `following_norm`: before the MLP and before the following products, if any.
     - `weights`: out, gate_up and down, then the following weights.
+    - `mixture`: if gate_up and down are stacks of experts.
     """
 
     attention: cuda_attend.Operands
@@ -354,6 +410,7 @@ class DecodeLayer(NamedTuple):
     norm: Array
     following_norm: Array | None
     weights: Sequence[QuantizedArray]
+    mixture: Mixture | None = None
 
 
 def decode_layers(
@@ -385,6 +442,11 @@ def decode_layers(
             read=functools.partial(stored_weight, dtype=x.dtype),
             activation=activation,
             parts=jnp.float32 if devices else None,
+            mlp=None
+            if layer.mixture is None
+            else functools.partial(
+                _add_mixture, calls, layer.mixture, layer.weights[1:3], activation
+            ),
         )
         # Results: attention, the cache, the residual, the following products.
         aliases = cuda_attend.aliases(layer.attention)
@@ -403,6 +465,43 @@ def decode_layers(
     first = len(parts[-1].aliases) + 1
     last = [found[-1][-i - 1] for i in range(first, first + len(layers[-1].weights) - 2)]
     return caches, [x[0] for x in call.apart(*last)]
+
+
+def _add_mixture(
+    calls: Call,
+    mixture: Mixture,
+    stacks: Sequence[QuantizedArray],
+    activation: str,
+    x: int,
+    out: int,
+) -> None:
+    """Appends a router and the experts that it chooses for the rows at `x`."""
+    router, (gate_up, down) = mixture.router, stacks
+    choices = (calls.at[x].shape[1], router.top)
+    expert = calls.result(choices, jnp.int32)
+    weight = calls.result(choices, jnp.float32)
+    calls.step(
+        "route",
+        x=x,
+        scales=calls.operand(router.weight),
+        addend=0 if router.bias is None else calls.operand(router.bias),
+        normalized=router.normalized,
+        expert=expert,
+        out=weight,
+    )
+    operands = (calls, x, expert, weight, gate_up, down, mixture.gate_up_bias, mixture.down_bias)
+    _add_experts(*operands, 0, out, activation=activation)
+
+
+def unsupported_router(router: Router, capability: int) -> str | None:
+    """Returns None if there is a kernel for a router and a compute capability, else the reason."""
+    width, experts = router.weight.shape
+    sizes = {"columns": width, "experts": experts, "top": router.top}
+    reason = ffi.unsupported_route(**sizes, compute_capability=capability)
+    arrays = [router.weight] if router.bias is None else [router.weight, router.bias]
+    if any(array.dtype not in FLOATS for array in arrays):
+        reason = reason or f"the router's kernel takes {call.one_of(FLOATS)}"
+    return reason or None
 
 
 def normalized(

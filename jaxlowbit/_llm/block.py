@@ -19,6 +19,7 @@ from flax import nnx
 from jax import Array
 
 from .._backends import cuda_attend
+from .._backends.cuda_calls import Mixture, Router
 from .._composite import decode_block
 from .._composite.block import quantized_block
 from .._composite.glu import quantized_glu
@@ -130,14 +131,35 @@ class Block(nnx.Module):
 
     def fusible(self, x: Array) -> bool:
         """Whether custom calls compute this block, including its normalizations."""
+        return self._is_plain and not (self.config.experts or self.config.mlp_bias)
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether attention and the MLP or experts follow a norm each, and add to the residual
+        stream what products of quantized weights give."""
         config = self.config
         if config.norm_placement != "pre" or config.residual_scale != 1:
             return False
-        if config.output_bias or config.mlp_bias or config.experts or config.layer_scale:
+        if config.output_bias or config.layer_scale or config.dense_hidden or config.router_norm:
             return False
         matrices = self.o, self.down, *self.gate_up
         quantized = all(isinstance(w.get_value(), QuantizedArray) for w in matrices)
         return quantized and len(self.gate_up) == 1
+
+    @property
+    def routed(self) -> Mixture | None:
+        """The mixture of experts of a block whose decode steps one call may compute, or None.
+
+        On a mesh, devices have different experts, and add what these give.
+        """
+        if self.router is None or self.division is not None or not self._is_plain:
+            return None
+        bias, *biases = (
+            None if x is None else x.get_value()
+            for x in (self.router_bias, self.gate_up_bias, self.down_bias)
+        )
+        top, normalized = self.config.experts_per_token, self.config.normalized_experts
+        return Mixture(Router(self.router.get_value(), bias, top, normalized), *biases)
 
     @property
     def fused_norm(self) -> Array:
@@ -249,14 +271,15 @@ class Block(nnx.Module):
 
     def one_call(self, x: Array, following: "Block | None") -> bool:
         """Whether attention and this block are one call in a decode step."""
-        if not (self.fused(x) or (self.fusible(x) and self.exchanging(x))) or self.rounds(x):
+        mixture, dense = self.routed, self.fused(x) or (self.fusible(x) and self.exchanging(x))
+        if not (dense or mixture is not None) or self.rounds(x):
             return False
         onward = self.onward(following)
         if following is not None and onward is None:
             return False
         weights = [w.get_value() for w in (self.o, self.gate_up[0], self.down)]
         weights += [] if onward is None else onward[1]
-        return decode_block.unsupported(x, weights) is None
+        return decode_block.unsupported(x, weights, mixture, self.config.activation) is None
 
     @property
     def attends_to_products(self) -> bool:

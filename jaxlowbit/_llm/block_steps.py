@@ -88,7 +88,7 @@ def _decode(
         rotation = rotations[block.local] if block.rotates else None
         operands = block.attention_operands(heads, rotation, positions, cache, number + i)
         options, weights = block.attention_options(reach), (*own, *following)
-        layers.append(DecodeLayer(operands, options, block.fused_norm, norm, weights))
+        layers.append(DecodeLayer(operands, options, block.fused_norm, norm, weights, block.routed))
     config = blocks[0].config
     caches, y, results = decode_block.decode_layers(
         layers,
