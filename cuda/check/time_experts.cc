@@ -17,6 +17,8 @@
 
 #include "cuda/check/device_problem.h"
 #include "cuda/check/replay.h"
+#include "cuda/check/time_route.h"
+#include "cuda/check/vectors.h"
 #include "cuda/ops/combine_choices.h"
 #include "cuda/ops/group_choices.h"
 
@@ -24,20 +26,6 @@ namespace jaxlowbit::check {
 namespace {
 
 constexpr int kReplays = 50, kWarmUps = 30, kCalls = 16;
-
-template <typename T>
-DeviceBuffer ToDevice(const std::vector<T>& values) {
-  DeviceBuffer buffer(static_cast<int64_t>(values.size() * sizeof(T)));
-  Check(cudaMemcpy(buffer.data(), values.data(), buffer.bytes(), cudaMemcpyHostToDevice), "copy");
-  return buffer;
-}
-
-template <typename T>
-std::vector<T> ToHost(const DeviceBuffer& buffer) {
-  std::vector<T> values(buffer.bytes() / sizeof(T));
-  Check(cudaMemcpy(values.data(), buffer.data(), buffer.bytes(), cudaMemcpyDeviceToHost), "copy");
-  return values;
-}
 
 struct Shape {
   int tokens, top, experts;
@@ -229,10 +217,12 @@ std::pair<int, int> CheckExperts(uint64_t stride) {
       }
     }
   }
-  return {correct, wrong};
+  const auto [right, other] = CheckRoute(stride);
+  return {correct + right, wrong + other};
 }
 
 void TimeExperts() {
+  TimeRoute();
   TimePrefetch();
   const Shape shapes[] = {{1, 8, 128, 2048}, {1, 2, 8, 4096}, {1, 4, 128, 2880}};
   for (Shape shape : shapes) {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Checks and times the kernels around the products of a mixture of experts (ops/group_choices.h, ops/combine_choices.h).
+// Checks and times the kernels around the products of a mixture of experts (ops/group_choices.h, ops/combine_choices.h,
+// and time_route.h).
 #pragma once
 
 #include <cstdint>
@@ -12,7 +13,7 @@ namespace jaxlowbit::check {
 // cases. Returns the numbers of correct and wrong cases.
 std::pair<int, int> CheckExperts(uint64_t stride);
 
-// Prints microseconds of both kernels in a CUDA graph.
+// Prints microseconds of the kernels in a CUDA graph.
 void TimeExperts();
 
 }  // namespace jaxlowbit::check

@@ -7,16 +7,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from decoders import CONFIGS, PARTS
+from decoders import CONFIGS, PARTS, TINY
 from flax import nnx
-from helpers import call_names
+from helpers import call_names, described
 
 from jaxlowbit import INT8
 from jaxlowbit._backends import cuda_attend, extension
 from jaxlowbit._backends.cuda_attend import Operands, Options
+from jaxlowbit._backends.extension import ffi
+from jaxlowbit._backends.target import Target
+from jaxlowbit._composite import decode_block
 from jaxlowbit._llm import attention
 from jaxlowbit._llm.cache import make_cache
-from jaxlowbit.llm import init
+from jaxlowbit.llm import Config, init
 
 BATCH, SLOTS, REACH = 2, 320, 256
 
@@ -125,6 +128,70 @@ def test_blocks_of_a_decode_step_are_one_call(name, expected, cuda, monkeypatch)
     """One more call computes the queries, keys and values of the first block."""
     calls = decode_step(CONFIGS[name].replace(layers=3), monkeypatch)
     assert calls == {**expected, "quantized_matmuls": 1}
+
+
+MIXTRAL = Config("mixtral", **TINY, experts=8, experts_per_token=2)
+MIXTURES = {
+    "mixtral": MIXTRAL,
+    "biases": MIXTRAL.replace(router_bias=True, mlp_bias=True, normalized_experts=False),
+    "qwen3_moe": Config("qwen3_moe", **TINY, experts=32, experts_per_token=8, qk_norm="head"),
+    "gpt_oss": MIXTRAL.replace(architecture="gpt_oss", mlp_bias=True, activation="gpt_oss"),
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_blocks_with_experts_are_one_call(name, cuda, monkeypatch):
+    calls = decode_step(MIXTURES[name].replace(layers=3), monkeypatch)
+    assert calls == {"decode_blocks": 1, "quantized_matmuls": 1}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"experts": 6},
+        {"experts": 64, "experts_per_token": 33},
+        {"output_bias": True},
+        {"dense_hidden": 96, "norm_placement": "pre_and_post"},
+    ],
+)
+def test_other_blocks_with_experts_are_several_calls(changes, cuda, monkeypatch):
+    calls = decode_step(MIXTRAL.replace(**changes), monkeypatch)
+    assert calls["quantized_moe"] == MIXTRAL.layers and "decode_block" not in " ".join(calls)
+
+
+def test_experts_are_in_one_call_on_hopper(cuda, monkeypatch):
+    for capability, count in ((90, 0), (80, 1), (100, 1)):
+        target = Target("cuda", frozenset({capability}))
+        monkeypatch.setattr(decode_block, "local_gpus", lambda target=target: target)
+        monkeypatch.setattr(Target, "unfit", None)
+        assert decode_step(MIXTRAL.replace(layers=1), monkeypatch)["quantized_moe"] == count
+
+
+def test_steps_of_a_block_with_experts(cuda, monkeypatch):
+    """Router and experts read the normalized rows, and the residual is added to their sum."""
+    config = MIXTURES["biases"].replace(layers=1)
+    calls = described(decode_step_text(config, monkeypatch))
+    (call,) = (call for call in calls if call.caller == "decode_block")
+    names = [
+        "attend",
+        "multiply",
+        "normalize",
+        "route",
+        "group",
+        "multiply",
+        "multiply",
+        "combine",
+        "normalize",
+    ]
+    number = ffi.STEP_FIELDS.index("kind")
+    assert [step["kind"] for step in call.steps] == [ffi.step(kind=x)[number] for x in names]
+    _, _, before, route, group, *_, combine, after = call.steps
+    out, gate_up, down = call.products
+    assert before["out"] == route["x"] == group["x"] and before["addend"] == out["out_at"]
+    assert route["expert"] == group["expert"] and route["out"] == combine["scales"]
+    assert route["addend"] > 0 and not route["normalized"] and group["offset"] == 0
+    assert gate_up["bias_at"] > 0 and down["bias_at"] > 0 and out["bias_at"] == 0
+    assert combine["out"] == after["addend"] and before["total"] == after["x"]
 
 
 @pytest.mark.parametrize("cache_dtype", [None, jnp.int8])

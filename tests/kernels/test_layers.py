@@ -1,25 +1,28 @@
 """Calls joined to one, run by the CPU handler; a decoder with its blocks in one call."""
 
+import types
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decoders import CONFIGS
+from decoders import CONFIGS, TINY
 from jax import lax
 
-from jaxlowbit import INT8, Format, quantize
+from jaxlowbit import INT8, Format, quantize, quantized_moe
 from jaxlowbit._backends import cuda_attend
 from jaxlowbit._backends.block import add_block
 from jaxlowbit._backends.call import Call, stored_weight
 from jaxlowbit._backends.layers import Layer, run_layers
 from jaxlowbit._composite import decode_block
 from jaxlowbit._composite.block import quantized_block
+from jaxlowbit._composite.normalized import normalized_matmuls
 from jaxlowbit._composite.rms_norm import rms_norm
-from jaxlowbit._llm import attention, block_steps, rope
+from jaxlowbit._llm import attention, block_steps, experts, rope
 from jaxlowbit._llm.cache import make_cache
-from jaxlowbit.llm import init
+from jaxlowbit._matmul.api import quantized_matmul
+from jaxlowbit.llm import Config, init
 
 D, HIDDEN = 64, 128
 INT4_G32 = Format(4, group_size=32)
@@ -116,9 +119,13 @@ def decode_layers(layers: Any, residual, *, activation, epsilon, devices):
         operands = layer.attention._replace(query=query, key=key, value=value)
         attended, *cache = attend(operands, layer.attending)
         caches.append(cache)
+        attended = attended.reshape(len(y), -1)
         out, gate_up, down, *following = layer.weights
+        if layer.mixture is not None:
+            y, products = with_experts(layer, attended, y, activation, epsilon)
+            continue
         found = quantized_block(
-            attended.reshape(len(y), -1),
+            attended,
             y,
             out=out,
             norm=layer.norm,
@@ -132,28 +139,71 @@ def decode_layers(layers: Any, residual, *, activation, epsilon, devices):
     return caches, y, products
 
 
-def test_blocks_together_give_the_bits_of_a_call_each(monkeypatch):
-    config = CONFIGS["qwen3"].replace(layers=3)
-    decoder = init(config, INT8, dtype=jnp.bfloat16).decoder
+def with_experts(layer: Any, attended, residual, activation, epsilon):
+    """A layer with a mixture, from the result of its attention on."""
+    out, gate_up, down, *following = layer.weights
+    router, *biases = layer.mixture
+    y = residual + quantized_matmul(attended, out)
+    x = rms_norm(y, layer.norm, epsilon)
+    config: Any = types.SimpleNamespace(
+        experts_per_token=router.top, normalized_experts=router.normalized
+    )
+    choices = experts.route(config, x[:, None], router.weight, router.bias)
+    options = dict(zip(("gate_up_bias", "down_bias"), biases, strict=True))
+    mixed = quantized_moe(
+        x, *(array[:, 0] for array in choices), gate_up, down, activation=activation, **options
+    )
+    if not following:
+        return y + mixed, ()
+    return normalized_matmuls(y, mixed, layer.following_norm, following, epsilon=epsilon)
+
+
+MIXTURE = Config(
+    "mixtral", **TINY, experts=8, experts_per_token=3, router_bias=True, mlp_bias=True,
+    normalized_experts=False,
+)  # fmt: skip
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """Returns a function that gives the logits and the cache of three decode steps, with all blocks
+    together or in a call each."""
     monkeypatch.setattr(attention, "choose", lambda *args, **sizes: "native")
     monkeypatch.setattr(cuda_attend, "attend", attend)
     monkeypatch.setattr(decode_block, "decode_layers", decode_layers)
     monkeypatch.setattr(decode_block, "unsupported", lambda *_: None)
 
-    def logits():
+    def run(config, dtype, *, together):
+        decoder = init(config, INT8, dtype=dtype).decoder
+
         @jax.jit
         def step(token, position, cache):
             x, cache = decoder.forward(token, position, cache)
             return decoder.logits(x), cache
 
-        cache, found = make_cache(config, 2, 64, jnp.bfloat16), []
-        for i in range(3):
-            token, position = jnp.full((2, 1), 3 * i), jnp.full((2, 1), i)
-            out, cache = step(token, position, cache)
-            found.append(np.asarray(out))
-        return np.stack(found), jax.tree.map(np.asarray, cache)
+        cache, found = make_cache(config, 2, 64, dtype), []
+        with monkeypatch.context() as patch:
+            if not together:
+                patch.setattr(block_steps, "together", lambda *_: 0)
+            for i in range(3):
+                token, position = jnp.full((2, 1), 3 * i), jnp.full((2, 1), i)
+                out, cache = step(token, position, cache)
+                found.append(np.asarray(out))
+        return [np.stack(found), *map(np.asarray, jax.tree.leaves(cache))]
 
-    together = logits()
-    monkeypatch.setattr(block_steps, "together", lambda *_: 0)
-    for one, other in zip(jax.tree.leaves(together), jax.tree.leaves(logits()), strict=True):
+    return run
+
+
+def test_blocks_together_give_the_bits_of_a_call_each(steps):
+    config = CONFIGS["qwen3"].replace(layers=3)
+    found = (steps(config, jnp.dtype("bfloat16"), together=together) for together in (True, False))
+    for one, other in zip(*found, strict=True):
         assert one.tobytes() == other.tobytes()
+
+
+def test_blocks_with_experts_together_give_the_numbers_of_a_call_each(steps):
+    """In float32: XLA does not always round the rows of a router to bfloat16."""
+    config = MIXTURE.replace(layers=3)
+    found = (steps(config, jnp.dtype("float32"), together=together) for together in (True, False))
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(other).max())
