@@ -43,19 +43,16 @@ def add_block(
     parts: Any = None,
     mlp: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Appends the products and steps of a block; its first results are the new residual and the
-    products that follow the block.
+    """Appends a block; the first results of the call are the new residual and following products.
 
     - `attended`, `residual`: the place of (1, m, a) and the array (1, m, d).
     - `read`: returns the arrays of a weight in the backend's form.
     - `values`: None, or the 8-bit dtype that rows are rounded to before each product.
     - `parts`: the dtype of the output and down projections, if it differs from `residual`.
-    - `mlp`: appends what the block has instead of an MLP, from the place of its rows to that of its
-      result; it reads gate_up and down.
+    - `mlp`: appends what replaces the MLP, from the place of its rows to that of its result.
     """
     out, gate_up, down, *following = weights
-    shape, dtype = residual.shape, residual.dtype
-    m = shape[1]
+    shape, dtype, m = residual.shape, residual.dtype, residual.shape[1]
     result = calls.result(shape, dtype)
     follow = [calls.result((1, m, weight.n), dtype) for weight in following]
     projected = calls.result(shape, parts or dtype)
@@ -75,21 +72,16 @@ def add_block(
         fields = {"gated": True, "activation": activation} if weight is gate_up else {}
         numbers.append(calls.add_product(read(weight), x, y, lhs_scale=scale, **fields))
 
-    def round_rows(x: int, product: int, y: int) -> None:
-        if values is not None:
-            to = str(jnp.dtype(values))
-            calls.step("round", first=product, to=to, x=x, out=y, out_scale=scale)
-
     def normalize(x: int, y: int, scales: int) -> None:
         last = {"scales": scales, "out": normed, "out_scale": scale} if scales else {}
         calls.step("normalize", x=x, addend=projected, total=y, **last)
 
-    round_rows(attended, 0, lhs_of_out)
+    _round_rows(calls, values, attended, 0, lhs_of_out, scale)
     calls.multiply(0)
     normalize(calls.operand(residual), total, calls.operand(norm))
     if mlp is None:
         calls.multiply(1)
-        round_rows(hidden, 2, lhs_of_down)
+        _round_rows(calls, values, hidden, 2, lhs_of_down, scale)
         calls.multiply(2)
     else:
         mlp(normed, projected)
@@ -97,3 +89,10 @@ def add_block(
     normalize(total, result, last)
     if following:
         calls.multiply(*numbers[-len(following) :])
+
+
+def _round_rows(calls: Call, values: Any, x: int, product: int, y: int, scale: int) -> None:
+    """Appends the rounding of rows before a product, if `values` are given."""
+    if values is not None:
+        to = str(jnp.dtype(values))
+        calls.step("round", first=product, to=to, x=x, out=y, out_scale=scale)

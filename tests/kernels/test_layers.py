@@ -148,10 +148,10 @@ def with_experts(layer: Any, attended, residual, activation, epsilon):
     config: Any = types.SimpleNamespace(
         experts_per_token=router.top, normalized_experts=router.normalized
     )
-    choices = experts.route(config, x[:, None], router.weight, router.bias)
+    expert, weight = experts.route(config, x[:, None], router.weight, router.bias)
     options = dict(zip(("gate_up_bias", "down_bias"), biases, strict=True))
     mixed = quantized_moe(
-        x, *(array[:, 0] for array in choices), gate_up, down, activation=activation, **options
+        x, expert[:, 0], weight[:, 0], gate_up, down, activation=activation, **options
     )
     if not following:
         return y + mixed, ()
