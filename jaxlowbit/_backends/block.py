@@ -41,6 +41,7 @@ def add_block(
     activation: str,
     values: Any = None,
     parts: Any = None,
+    out_bias: Array | None = None,
 ) -> None:
     """Appends the products and steps of a block; its first results are the new residual and the
     products that follow the block.
@@ -49,6 +50,7 @@ def add_block(
     - `read`: returns the arrays of a weight in the backend's form.
     - `values`: None, or the 8-bit dtype that rows are rounded to before each product.
     - `parts`: the dtype of the output and down projections, if it differs from `residual`.
+    - `out_bias`: (d,), added to the output projection in float32, or None.
     """
     out, gate_up, down, *following = weights
     shape, dtype = residual.shape, residual.dtype
@@ -67,7 +69,10 @@ def add_block(
     places += [(normed, place) for place in follow]
     numbers = []
     for i, (weight, (x, y)) in enumerate(zip(weights, places, strict=True)):
-        fields = {"gated": True, "activation": activation} if i == 1 else {}
+        fields: dict[str, Any] = {"gated": True, "activation": activation} if i == 1 else {}
+        if i == 0 and out_bias is not None:
+            wide = out_bias.astype(dtype if out_bias.dtype == dtype else jnp.float32)
+            fields["addends"] = {"bias": calls.operand(wide.reshape(1, -1))}
         numbers.append(calls.add_product(read(weight), x, y, lhs_scale=scale, **fields))
 
     def round_rows(x: int, product: int, y: int) -> None:

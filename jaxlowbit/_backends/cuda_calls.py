@@ -347,6 +347,7 @@ class DecodeLayer(NamedTuple):
       query, key and value; later layers read the following products of the layer before.
     - `norm`, `following_norm`: before the MLP and before the following products, if any.
     - `weights`: out, gate_up and down, then the following weights.
+    - `out_bias`: (d,), added to the product with `out`, or None; only on one device.
     """
 
     attention: cuda_attend.Operands
@@ -354,6 +355,7 @@ class DecodeLayer(NamedTuple):
     norm: Array
     following_norm: Array | None
     weights: Sequence[QuantizedArray]
+    out_bias: Array | None = None
 
 
 def decode_layers(
@@ -385,6 +387,7 @@ def decode_layers(
             read=functools.partial(stored_weight, dtype=x.dtype),
             activation=activation,
             parts=jnp.float32 if devices else None,
+            out_bias=layer.out_bias,
         )
         # Results: attention, the cache, the residual, the following products.
         aliases = cuda_attend.aliases(layer.attention)
@@ -392,7 +395,7 @@ def decode_layers(
         query, key, value = (residual_at - i for i in (1, 2, 3))
         new = {1: query, 2: key, 3: value, calls.place_of(x): residual_at}
         sums = cuda_attend.workspace_bytes(layer.attention, layer.attending)
-        attributes = {**cuda_attend.call_attributes(layer.attending), **group}
+        attributes = {**cuda_attend.call_attributes(layer.attention, layer.attending), **group}
         attributes["epsilon"] = np.float32(epsilon)
         parts.append(Layer(calls, new if parts else {}, aliases, sums, attributes))
     found = run_layers(parts)

@@ -118,7 +118,7 @@ def decode_step(config, monkeypatch):
     [
         ("llama", {"decode_blocks": 1}),
         ("qwen3", {"decode_blocks": 1}),
-        ("qwen2", {"decode_block": 3}),  # biases between the products and attention
+        ("qwen2", {"decode_blocks": 1}),  # biases of queries, keys and values
     ],
 )
 def test_blocks_of_a_decode_step_are_one_call(name, expected, cuda, monkeypatch):

@@ -1,12 +1,13 @@
 """Calls joined to one, run by the CPU handler; a decoder with its blocks in one call."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decoders import CONFIGS
+from decoders import CONFIGS, random
 from jax import lax
 
 from jaxlowbit import INT8, Format, quantize
@@ -16,10 +17,11 @@ from jaxlowbit._backends.call import Call, stored_weight
 from jaxlowbit._backends.layers import Layer, run_layers
 from jaxlowbit._composite import decode_block
 from jaxlowbit._composite.block import quantized_block
+from jaxlowbit._composite.mlp import quantized_mlp
 from jaxlowbit._composite.rms_norm import rms_norm
 from jaxlowbit._llm import attention, block_steps, rope
 from jaxlowbit._llm.cache import make_cache
-from jaxlowbit.llm import init
+from jaxlowbit.llm import Decoder
 
 D, HIDDEN = 64, 128
 INT4_G32 = Format(4, group_size=32)
@@ -89,7 +91,10 @@ def test_wrong_layers_raise(numbers, message):
 def attend(operands: Any, options):
     """`cuda_attend.attend` in XLA."""
     shape = operands.keys.shape
-    q, k, v = (x.reshape(shape[0], 1, -1, shape[3]) for x in operands[:3])
+    new = [x.reshape(shape[0], -1) for x in operands[:3]]
+    if operands.biases:
+        new = [x + bias.astype(x.dtype)[None] for x, bias in zip(new, operands.biases, strict=True)]
+    q, k, v = (x.reshape(shape[0], 1, -1, shape[3]) for x in new)
     if operands.norms is not None:
         norms = operands.norms
         q, k = (rms_norm(x, n, options.epsilon) for x, n in zip((q, k), norms, strict=True))
@@ -102,13 +107,13 @@ def attend(operands: Any, options):
     position, held = operands.position[:, None], operands.positions
     sizes = {"window": options.window, "scale": options.scale, "reach": options.reach}
     arrays = q, caches[0], caches[1], position, held
-    out = attention.attend(*arrays, implementation="xla", **sizes)
+    out = attention.attend(*arrays, implementation="xla", sinks=operands.sinks, **sizes)
     return out.reshape(operands.query.shape), *caches
 
 
 def decode_layers(layers: Any, residual, *, activation, epsilon, devices):
     """`decode_block.decode_layers`, layer by layer."""
-    assert devices == () and len(layers) > 1
+    assert devices == ()
     caches, y = [], residual
     products: Any = layers[0].attention[:3]
     for layer in layers:
@@ -117,31 +122,63 @@ def decode_layers(layers: Any, residual, *, activation, epsilon, devices):
         attended, *cache = attend(operands, layer.attending)
         caches.append(cache)
         out, gate_up, down, *following = layer.weights
-        found = quantized_block(
-            attended.reshape(len(y), -1),
-            y,
-            out=out,
-            norm=layer.norm,
-            gate_up=gate_up,
-            down=down,
-            following=None if not following else (layer.following_norm, following),
-            activation=activation,
-            epsilon=epsilon,
-        )
+        options: dict[str, Any] = {"activation": activation, "epsilon": epsilon}
+        options |= {"norm": layer.norm, "gate_up": gate_up, "down": down}
+        attended = attended.reshape(len(y), -1)
+        onward = None if not following else (layer.following_norm, following)
+        if layer.out_bias is None:
+            found = quantized_block(attended, y, out=out, following=onward, **options)
+        else:
+            found = biased_block(attended, y, out, layer.out_bias, onward, **options)
         y, products = found if following else (found, ())
     return caches, y, products
 
 
-def test_blocks_together_give_the_bits_of_a_call_each(monkeypatch):
-    config = CONFIGS["qwen3"].replace(layers=3)
-    decoder = init(config, INT8, dtype=jnp.bfloat16).decoder
-    monkeypatch.setattr(attention, "choose", lambda *args, **sizes: "native")
+def biased_block(
+    attended, residual, out, bias, onward, *, activation, epsilon, norm, gate_up, down
+):
+    """`quantized_block` with a bias of `out`."""
+    y = residual + (attended @ out + bias.astype(residual.dtype)[None])
+    mlp = quantized_mlp(
+        rms_norm(y, norm, epsilon), gate_up=gate_up, down=down, activation=activation
+    )
+    y = y + mlp
+    if onward is None:
+        return y
+    normed = rms_norm(y, onward[0], epsilon)
+    return y, tuple(normed @ weight for weight in onward[1])
+
+
+BIASED = CONFIGS["qwen2"].replace(output_bias=True, sinks=True, window=2)
+DECODERS = {
+    "qwen3": CONFIGS["qwen3"],
+    "qwen2": CONFIGS["qwen2"],
+    "sinks": BIASED,
+    "head norms": BIASED.replace(qk_norm="head"),
+    # XLA adds the biases.
+    "all norms": BIASED.replace(qk_norm="all", output_bias=False),
+}
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_blocks_together_give_the_bits_of_a_call_each(name, monkeypatch):
+    config = DECODERS[name]
+    windows = {"window_layers": (True, False, True)} if config.window else {}
+    config = config.replace(layers=3, **windows)
+    decoder = Decoder(config, random(config, INT8), dtype=jnp.bfloat16)
+    chosen, calls = "native", []
+
+    def run(layers, *args, **options):
+        calls.append(len(layers))
+        return decode_layers(layers, *args, **options)
+
+    monkeypatch.setattr(attention, "choose", lambda *args, **sizes: chosen)
     monkeypatch.setattr(cuda_attend, "attend", attend)
-    monkeypatch.setattr(decode_block, "decode_layers", decode_layers)
+    monkeypatch.setattr(decode_block, "decode_layers", run)
     monkeypatch.setattr(decode_block, "unsupported", lambda *_: None)
 
     def logits():
-        @jax.jit
+        @functools.partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
         def step(token, position, cache):
             x, cache = decoder.forward(token, position, cache)
             return decoder.logits(x), cache
@@ -154,6 +191,11 @@ def test_blocks_together_give_the_bits_of_a_call_each(monkeypatch):
         return np.stack(found), jax.tree.map(np.asarray, cache)
 
     together = logits()
+    assert set(calls) == ({1} if name == "all norms" else {config.layers})
     monkeypatch.setattr(block_steps, "together", lambda *_: 0)
-    for one, other in zip(jax.tree.leaves(together), jax.tree.leaves(logits()), strict=True):
+    alone = logits()
+    for one, other in zip(jax.tree.leaves(together), jax.tree.leaves(alone), strict=True):
         assert one.tobytes() == other.tobytes()
+    chosen = "xla"
+    for one, other in zip(jax.tree.leaves(alone), jax.tree.leaves(logits()), strict=True):
+        np.testing.assert_array_equal(one, other)
