@@ -266,8 +266,8 @@ inline ffi::Error DecodeAttend(const AttendBuffers& b, Attributes* attributes, A
                            " elements but must have those of whole heads, batch * head_size each.");
   }
   ffi::Error error = CheckAttendOperands(b, *a, *type);
-  if (error.success()) error = CheckAttendAddends(b, *a);
-  return error.failure() ? error : CheckAttendSizes(*a);
+  if (error.success()) error = CheckAttendSizes(*a);
+  return error.failure() ? error : CheckAttendAddends(b, *a);
 }
 
 // Sets the pointers of an attention to its operands and results.

@@ -14,9 +14,9 @@
 //
 //   AttendKernel   Units          masks of visible slots
 //                  CacheCopier    keys and values of a unit to the ring; the new ones to the cache
-//                  NewRows        queries and the new key and value: normalize, rotate, to shared memory
+//                  NewRows        queries and the new key and value: add biases, normalize, rotate, to shared memory
 //                  UnitRing       copies kStages - 1 units ahead
-//                  Sinks          scores without values, with which one warp begins
+//                  Sinks          scores without keys and values
 //                  WarpAttention  scores, softmax and sums of a unit; the merge of the warps
 #pragma once
 
@@ -79,8 +79,8 @@ class NewRows {
         pairs_{p.size / 2, p.neighbours},
         angles_(pairs_, p.cos + Angle(), p.sin + Angle()) {}
 
-  // Adds biases, normalizes and rotates the rows, one warp per row. `looks`: `units` compares positions while the first two rows of
-  // a warp load.
+  // Adds biases, normalizes and rotates the rows, one warp per row. `looks`: `units` compares positions while the first
+  // two rows of a warp load.
   __device__ void Put(Units& units, bool looks) {
     const int warp = Warp();
     Row one = Load(warp), two = Load(warp + S::kWarps);
@@ -241,8 +241,8 @@ class UnitRing {
   int produced_ = 0;
 };
 
-// The scores of the sinks of a lane's rows, times log2(e). -infinity, which has no weight, without sinks, and in all warps
-// but the first one of the first split.
+// The scores of the sinks of a lane's rows, times log2(e). One warp of one split starts its softmax with them; in all
+// other warps, and without sinks, they are -infinity, which has no weight.
 template <bool kWide>
 class Sinks {
  public:

@@ -24,8 +24,8 @@ inline constexpr int64_t kMaxAttendBatch = 65535;
 //   out[b, h]   = sum over the visible slots s of
 //                 softmax_s(scale * q[b, h] . keys[b, s, h / shared]) * values[b, s, h / shared]
 //
-// Biases, if there are any, are added to query, key and value before all of this. A sink, if there is one, is a score
-// of its head without a key and a value: it is only in the denominator of the softmax.
+// Biases, if there are any, are added to query, key and value first. The sink of a head, if there are sinks, is a score
+// without key and value: it is in the denominator of the softmax only.
 //
 // A cache of 8 bits stores k[b] / key_scales[b, slot], rounded, and values likewise; products multiply by the scales. As
 // in quantize_rows.cu, a scale is the largest magnitude of its row divided by 127 or 448.
@@ -35,8 +35,8 @@ inline constexpr int64_t kMaxAttendBatch = 65535;
 // Scores, softmax and sums are float32.
 //
 // Rotation: each pair (a, b) becomes (a * cos - b * sin, b * cos + a * sin). Pair i consists of element i of both
-// halves or, with `neighbours`, of elements 2i and 2i + 1. Biases and their sums, results of the norm and of the rotation
-// are rounded to `type`.
+// halves or, with `neighbours`, of elements 2i and 2i + 1. Biases, and results of their addition, of the norm and of the
+// rotation, are rounded to `type`.
 struct Attend {
   ElementType type = ElementType::kBf16;   // of query, key, value and out
   ElementType cache = ElementType::kBf16;  // of keys and values: `type`, or 8 bits

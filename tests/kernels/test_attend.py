@@ -25,12 +25,16 @@ def like(*shape, dtype="bfloat16") -> Any:
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
 
-def lowered(batch=BATCH, heads=32, kv_heads=8, size=128, reach: int = REACH, window=None):
+def lowered(
+    batch=BATCH, heads=32, kv_heads=8, size=128, reach: int = REACH, window=None, **added: Any
+):
     new, cache = like(batch, kv_heads, size), like(batch, SLOTS, kv_heads, size)
     angles, norm = like(batch, size // 2, dtype="float32"), like(size, dtype="float32")
     numbers = (like(*shape, dtype="int32") for shape in ((), (batch,), (batch, SLOTS)))
     query = like(batch, heads, size)
-    operands = Operands(query, new, new, (angles, angles), (norm, norm), cache, cache, *numbers)
+    operands = Operands(
+        *(query, new, new, (angles, angles), (norm, norm), cache, cache, *numbers), **added
+    )
     options = Options("halves", 1e-6, reach, window, 0.5)
     attend = jax.jit(lambda operands: cuda_attend.attend(operands, options), donate_argnums=0)
     program = attend.trace(operands)
@@ -56,6 +60,25 @@ def test_one_custom_call_writes_the_whole_cache(cuda):
 def test_a_window_and_all_slots_are_attributes(cuda):
     text = lowered(reach=SLOTS, window=100)
     assert f"reach = {SLOTS} : i64" in text and "window = 100 : i64" in text
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+def test_biases_and_sinks_are_operands_only_if_they_are_there(cuda):
+    def operands(text):
+        return text.partition(" : (")[2].partition(") -> ")[0].count("tensor<")
+
+    def call(**added):
+        return next(line for line in lowered(**added).splitlines() if "custom_call" in line)
+
+    plain = call()
+    assert operands(plain) == 12 and "sinks" not in plain and "biases" not in plain
+    biases = tuple(like(n * 128, dtype="float32") for n in (32, 8, 8))
+    sinks = like(32, dtype="float32")
+    one, other = call(biases=biases), call(sinks=sinks)
+    assert operands(one) == 15 and "biases = true" in one and "sinks" not in one
+    assert operands(other) == 13 and "sinks = true" in other and "biases" not in other
+    # Weights in another dtype are converted.
+    assert "tensor<32xbf16>) -> tensor<32xf32>" in lowered(sinks=like(32))
 
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
@@ -125,6 +148,53 @@ def test_blocks_of_a_decode_step_are_one_call(name, expected, cuda, monkeypatch)
     """One more call computes the queries, keys and values of the first block."""
     calls = decode_step(CONFIGS[name].replace(layers=3), monkeypatch)
     assert calls == {**expected, "quantized_matmuls": 1}
+
+
+BIASED = CONFIGS["qwen2"].replace(layers=3, output_bias=True, sinks=True, window=7)
+
+
+@pytest.mark.parametrize(
+    ("config", "decode_blocks", "others"),
+    [
+        (BIASED, 1, {}),
+        (BIASED.replace(qk_norm="head"), 1, {}),
+        # XLA adds biases before the norms of all heads together: a call for each block.
+        (BIASED.replace(qk_norm="all"), 0, {"decode_block": 3}),
+        (BIASED.replace(mlp_bias=True), 0, {"attend": 3}),
+    ],
+)
+def test_biases_and_sinks_stay_in_the_call(config, decode_blocks, others, cuda, monkeypatch):
+    calls = decode_step(config, monkeypatch)
+    assert calls["decode_blocks"] == decode_blocks
+    assert others.items() <= calls.items()
+
+
+def test_biases_are_added_once(cuda, monkeypatch):
+    """By the kernel: XLA adds nothing to queries, keys or values."""
+
+    def added(config):
+        text = decode_step_text(config, monkeypatch)
+        return text, re.findall(r"stablehlo.add .*: tensor<(.*xbf16)>", text)
+
+    text, found = added(BIASED)
+    call = next(line for line in text.splitlines() if "decode_blocks" in line)
+    assert "biases = true" in call and "sinks = true" in call
+    assert not found and len(added(BIASED.replace(qk_norm="all"))[1]) == 9
+
+
+def test_sinks_choose_an_implementation_that_has_them():
+    sizes: dict[str, Any] = {"length": 4096, "head_size": 64, "batch": 8}
+    bfloat16 = jnp.dtype("bfloat16")
+
+    def choose(platform, queries, sinks, **options):
+        own = sizes | options
+        return attention.choose(platform, bfloat16, queries=queries, sinks=sinks, **own)
+
+    assert choose("gpu", 1, True, native=True) == choose("gpu", 1, False, native=True) == "native"
+    assert (choose("gpu", 1, True), choose("gpu", 1, False)) == ("xla", "cudnn")
+    assert choose("gpu", 9, True, native=True) == "xla"
+    assert choose("gpu", 1, True, native=True, plain=True) == "xla"
+    assert choose("cpu", 1, True, native=True, cached=True) == "xla"
 
 
 @pytest.mark.parametrize("cache_dtype", [None, jnp.int8])
