@@ -35,7 +35,7 @@ inline constexpr int64_t kMaxAttendBatch = 65535;
 // Scores, softmax and sums are float32.
 //
 // Rotation: each pair (a, b) becomes (a * cos - b * sin, b * cos + a * sin). Pair i consists of element i of both
-// halves or, with `neighbours`, of elements 2i and 2i + 1. Biases, and results of their addition, of the norm and of the
+// halves or, with `neighbours`, of elements 2i and 2i + 1. Biases, and results of their addition, the norm and the
 // rotation, are rounded to `type`.
 struct Attend {
   ElementType type = ElementType::kBf16;   // of query, key, value and out
