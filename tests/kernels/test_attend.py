@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from decoders import CONFIGS, PARTS
+from decoders import CONFIGS, PARTS, TINY
 from flax import nnx
 from helpers import call_names
 
@@ -16,7 +16,7 @@ from jaxlowbit._backends import cuda_attend, extension
 from jaxlowbit._backends.cuda_attend import Operands, Options
 from jaxlowbit._llm import attention
 from jaxlowbit._llm.cache import make_cache
-from jaxlowbit.llm import init
+from jaxlowbit.llm import Config, init
 
 BATCH, SLOTS, REACH = 2, 320, 256
 
@@ -180,6 +180,18 @@ def test_biases_are_added_once(cuda, monkeypatch):
     call = next(line for line in text.splitlines() if "decode_blocks" in line)
     assert "biases = true" in call and "sinks = true" in call
     assert not found and len(added(BIASED.replace(qk_norm="all"))[1]) == 9
+
+
+def test_gpt_oss_attends_in_our_kernel(cuda, monkeypatch):
+    config = Config(
+        "gpt_oss", **TINY, experts=4, experts_per_token=2, attention_bias=True, output_bias=True,
+        mlp_bias=True, router_bias=True, sinks=True, activation="gpt_oss", window=7,
+        window_layers=(True, False),
+    )  # fmt: skip
+    text = decode_step_text(config, monkeypatch)
+    assert "biases = true" in text and "sinks = true" in text
+    scores = re.findall(r"stablehlo.exponential .*: tensor<(.*)xf32>", text)
+    assert not [x for x in scores if str(REACH) in x.split("x")], scores  # only of the router
 
 
 def test_sinks_choose_an_implementation_that_has_them():
