@@ -14,17 +14,22 @@
 //   9 slot        s32[]          that key and value are written to
 //  10 position    s32[b]         position of each query
 //  11 positions   s32[b, s]      position of each slot, including the new ones; -1 for empty slots
-//   12 key_scales   f32[b, s, g]  only of 8-bit keys and values
-//   13 value_scales f32[b, s, g]
+//   then, if they are there, in this order:
+//   key_scales    f32[b, s, g]   of 8-bit keys and values
+//   value_scales  f32[b, s, g]
+//   query_bias    f32, with h * d elements; with the attribute `biases`
+//   key_bias      f32, with g * d elements
+//   value_bias    f32, with g * d elements
+//   sinks         f32[h]         with the attribute `sinks`
 //   result 0 out           T, with b * h * d elements
 //   result 1 keys          operand 7
 //   result 2 values        operand 8
-//   result 3 key_scales    operand 12
-//   result 4 value_scales  operand 13
+//   result 3 key_scales    the operand, of 8-bit keys and values
+//   result 4 value_scales  the operand
 //
 // Attributes: reach, the number of leading slots to read; window, the number of positions visible to a query including
 // its own, 0 for all; scale, f32; norm_epsilon, f32, for the head norms; neighbours, whether rotation pairs
-// neighbouring elements instead of halves.
+// neighbouring elements instead of halves; biases and sinks, whether there are these operands, absent for no.
 #pragma once
 
 #include <optional>
@@ -37,17 +42,37 @@
 
 namespace jaxlowbit {
 
-// Without scales.
+// Without the operands that may be absent, and scales.
 inline constexpr size_t kAttendOperands = 12, kAttendResults = 3;
+
+// The numbers of the first scale, the first bias and the sinks; 0: none.
+struct AttendNumbers {
+  size_t scales = 0, biases = 0, sinks = 0;
+  size_t operands = kAttendOperands, results = kAttendResults;
+
+  AttendNumbers(bool has_scales, const Attributes& attributes) {
+    const auto next = [&](bool has, size_t count) {
+      const size_t first = has ? operands : 0;
+      operands += has ? count : 0;
+      return first;
+    };
+    scales = next(has_scales, 2);
+    biases = next(attributes.Find<bool>("biases").value_or(false), 3);
+    sinks = next(attributes.Find<bool>("sinks").value_or(false), 1);
+    results += has_scales ? 2 : 0;
+  }
+};
 
 struct AttendBuffers {
   ffi::AnyBuffer query, key, value, cos, sin, query_norm, key_norm;
   ffi::AnyBuffer keys, values, slot, position, positions;
   ffi::AnyBuffer out, written_keys, written_values;
   std::optional<ffi::AnyBuffer> key_scales, value_scales;
+  std::optional<ffi::AnyBuffer> query_bias, key_bias, value_bias, sinks;
+  AttendNumbers numbers;
 
   // Requires `Has`.
-  AttendBuffers(ffi::RemainingArgs args, ffi::RemainingRets rets)
+  AttendBuffers(ffi::RemainingArgs args, ffi::RemainingRets rets, const Attributes& attributes)
       : query(Of(args, 0)),
         key(Of(args, 1)),
         value(Of(args, 2)),
@@ -62,10 +87,18 @@ struct AttendBuffers {
         positions(Of(args, 11)),
         out(Of(rets, 0)),
         written_keys(Of(rets, 1)),
-        written_values(Of(rets, 2)) {
-    if (!Is8Bit(keys)) return;
-    key_scales = Of(args, 12);
-    value_scales = Of(args, 13);
+        written_values(Of(rets, 2)),
+        numbers(Is8Bit(keys), attributes) {
+    if (numbers.scales > 0) {
+      key_scales = Of(args, numbers.scales);
+      value_scales = Of(args, numbers.scales + 1);
+    }
+    if (numbers.biases > 0) {
+      query_bias = Of(args, numbers.biases);
+      key_bias = Of(args, numbers.biases + 1);
+      value_bias = Of(args, numbers.biases + 2);
+    }
+    if (numbers.sinks > 0) sinks = Of(args, numbers.sinks);
   }
 
   static bool Is8Bit(const ffi::AnyBuffer& buffer) {
@@ -74,10 +107,10 @@ struct AttendBuffers {
   }
 
   // Whether a call has the operands and results.
-  static bool Has(ffi::RemainingArgs args, ffi::RemainingRets rets) {
+  static bool Has(ffi::RemainingArgs args, ffi::RemainingRets rets, const Attributes& attributes) {
     if (args.size() < kAttendOperands || rets.size() < kAttendResults) return false;
-    const size_t scales = Is8Bit(Of(args, 7)) ? 2 : 0;
-    return args.size() >= kAttendOperands + scales && rets.size() >= kAttendResults + scales;
+    const AttendNumbers numbers(Is8Bit(Of(args, 7)), attributes);
+    return args.size() >= numbers.operands && rets.size() >= numbers.results;
   }
 
  private:
@@ -88,6 +121,27 @@ struct AttendBuffers {
     return *rets.get<ffi::AnyBuffer>(i).value();
   }
 };
+
+// Checks biases and sinks, if there are any.
+inline ffi::Error CheckAttendAddends(const AttendBuffers& b, const Attend& a) {
+  const int64_t queries = a.heads * a.head_size, keys = a.kv_heads * a.head_size;
+  struct Addend {
+    std::string_view name;
+    const std::optional<ffi::AnyBuffer>* buffer;
+    int64_t count;
+    std::string_view rule;
+  };
+  for (const Addend& own : {Addend{"query_bias", &b.query_bias, queries, "heads * head_size"},
+                            Addend{"key_bias", &b.key_bias, keys, "kv_heads * head_size"},
+                            Addend{"value_bias", &b.value_bias, keys, "kv_heads * head_size"},
+                            Addend{"sinks", &b.sinks, a.heads, "heads"}}) {
+    if (!own.buffer->has_value()) continue;
+    ffi::Error error = CheckType(own.name, **own.buffer, ffi::DataType::F32);
+    if (error.success()) error = CheckCount(own.name, **own.buffer, own.count, own.rule);
+    if (error.failure()) return error;
+  }
+  return ffi::Error::Success();
+}
 
 inline ffi::Error CheckAttendOperands(const AttendBuffers& b, const Attend& a, ElementType type) {
   const auto has_type = [&](std::string_view name, ffi::AnyBuffer buffer) {
@@ -211,14 +265,15 @@ inline ffi::Error DecodeAttend(const AttendBuffers& b, Attributes* attributes, A
     return InvalidArgument("query has " + std::to_string(elements) +
                            " elements but must have those of whole heads, batch * head_size each.");
   }
-  const ffi::Error error = CheckAttendOperands(b, *a, *type);
-  return error.failure() ? error : CheckAttendSizes(*a);
+  ffi::Error error = CheckAttendOperands(b, *a, *type);
+  if (error.success()) error = CheckAttendSizes(*a);
+  return error.failure() ? error : CheckAttendAddends(b, *a);
 }
 
-// Sets the pointers of an attention to its operands and results. `norms`: one for query and key, or null.
-inline void SetPointers(void* const* operands, void* const* results, bool query_norm, bool key_norm,
-                        Attend* a) {
-  const auto floats = [&](int i) { return static_cast<const float*>(operands[i]); };
+// Sets the pointers of an attention to its operands and results.
+inline void SetPointers(void* const* operands, void* const* results, const AttendNumbers& numbers,
+                        bool query_norm, bool key_norm, Attend* a) {
+  const auto floats = [&](size_t i) { return static_cast<const float*>(operands[i]); };
   const auto integers = [&](int i) { return static_cast<const int32_t*>(operands[i]); };
   a->query = operands[0], a->key = operands[1], a->value = operands[2];
   a->cos = floats(3), a->sin = floats(4);
@@ -226,10 +281,15 @@ inline void SetPointers(void* const* operands, void* const* results, bool query_
   a->key_norm = key_norm ? floats(6) : nullptr;
   a->keys = operands[7], a->values = operands[8];
   a->slot = integers(9), a->position = integers(10), a->positions = integers(11);
-  if (Is8Bit(a->cache)) {
-    a->key_scales = static_cast<float*>(operands[12]);
-    a->value_scales = static_cast<float*>(operands[13]);
+  if (numbers.scales > 0) {
+    a->key_scales = static_cast<float*>(operands[numbers.scales]);
+    a->value_scales = static_cast<float*>(operands[numbers.scales + 1]);
   }
+  if (numbers.biases > 0) {
+    a->query_bias = floats(numbers.biases), a->key_bias = floats(numbers.biases + 1);
+    a->value_bias = floats(numbers.biases + 2);
+  }
+  if (numbers.sinks > 0) a->sinks = floats(numbers.sinks);
   a->out = results[0];
 }
 
@@ -242,8 +302,9 @@ inline ffi::Error CheckNoOverlap(const AttendBuffers& b, int results, Ways* ways
   };
   const AddressExtent query = extent(0, b.query), out = extent(results, b.out);
   std::vector<AddressExtent> cache = {extent(7, b.keys), extent(8, b.values)};
-  if (b.key_scales) cache.push_back(extent(12, *b.key_scales));
-  if (b.value_scales) cache.push_back(extent(13, *b.value_scales));
+  const auto scales = static_cast<int>(b.numbers.scales);
+  if (b.key_scales) cache.push_back(extent(scales, *b.key_scales));
+  if (b.value_scales) cache.push_back(extent(scales + 1, *b.value_scales));
   bool overlaps = ways->Overlap(out, query) && !ways->IsSame(out.data, query.data);
   for (size_t i = 0; i < cache.size(); ++i) {
     const int updated = results + 1 + static_cast<int>(i);
@@ -251,14 +312,22 @@ inline ffi::Error CheckNoOverlap(const AttendBuffers& b, int results, Ways* ways
     overlaps |= ways->Overlap(cache[i], out) || ways->Overlap(cache[i], query);
     for (size_t j = 0; j < i; ++j) overlaps |= ways->Overlap(cache[i], cache[j]);
   }
+  const auto is_overwritten = [&](const AddressExtent& own) {
+    bool found = ways->Overlap(out, own);
+    for (const AddressExtent& written : cache) found |= ways->Overlap(written, own);
+    return found;
+  };
   int number = 0;
   for (const ffi::AnyBuffer* read :
        {&b.query, &b.key, &b.value, &b.cos, &b.sin, &b.query_norm, &b.key_norm, &b.keys, &b.values,
         &b.slot, &b.position, &b.positions}) {
     const AddressExtent own = extent(number++, *read);
     if (read == &b.query || read == &b.keys || read == &b.values) continue;
-    overlaps |= ways->Overlap(out, own);
-    for (const AddressExtent& written : cache) overlaps |= ways->Overlap(written, own);
+    overlaps |= is_overwritten(own);
+  }
+  number = static_cast<int>(b.numbers.biases > 0 ? b.numbers.biases : b.numbers.sinks);
+  for (const auto* read : {&b.query_bias, &b.key_bias, &b.value_bias, &b.sinks}) {
+    if (read->has_value()) overlaps |= is_overwritten(extent(number++, **read));
   }
   if (!overlaps) return ffi::Error::Success();
   return InvalidArgument(

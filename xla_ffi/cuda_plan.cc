@@ -128,19 +128,21 @@ class AttendStep final : public LoadedStep {
       : attend_(attend),
         query_norm_(buffers.query_norm.element_count() > 0),
         key_norm_(buffers.key_norm.element_count() > 0),
+        numbers_(buffers.numbers),
         results_(results),
         room_(room),
         device_(device) {}
 
   cudaError_t Run(void* const* pointers, cudaStream_t stream) const override {
     Attend attend = attend_;
-    SetPointers(pointers, pointers + results_, query_norm_, key_norm_, &attend);
+    SetPointers(pointers, pointers + results_, numbers_, query_norm_, key_norm_, &attend);
     return LaunchAttend(attend, PointerTo(room_.workspace, pointers), room_.bytes, device_, stream);
   }
 
  private:
   const Attend attend_;
   const bool query_norm_, key_norm_;
+  const AttendNumbers numbers_;
   const int results_;
   const Room room_;
   const Device& device_;
@@ -551,12 +553,13 @@ class Sequence {
   ffi::Error Attention() {
     const bool follows = started_;
     started_ = true;
-    if (!AttendBuffers::Has(call_.args(), call_.rets())) {
+    if (!AttendBuffers::Has(call_.args(), call_.rets(), call_.attributes)) {
       return InvalidArgument("an attention has at least " + std::to_string(kAttendOperands) +
                              " operands and " + std::to_string(kAttendResults) +
-                             " results, and two more of each for 8-bit keys.");
+                             " results, two more of each for 8-bit keys, and operands for its "
+                             "biases and sinks.");
     }
-    const AttendBuffers buffers(call_.args(), call_.rets());
+    const AttendBuffers buffers(call_.args(), call_.rets(), call_.attributes);
     Attend attend;
     ffi::Error error = DecodeAttend(buffers, &call_.attributes, &attend);
     attend.pdl = follows;

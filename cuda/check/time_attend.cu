@@ -51,21 +51,29 @@ __global__ void HideKernel(Attend a) {
   }
 }
 
-// Rotates rows of `from` [batch, heads, head_size] and stores element i of head h of b at
+// x plus a bias, or null; bias and sum are rounded.
+template <typename T>
+__device__ T Biased(T x, const float* bias) {
+  if (bias == nullptr) return x;
+  return T(static_cast<float>(x) + static_cast<float>(T(*bias)));
+}
+
+// Adds biases to rows of `from` [batch, heads, head_size], rotates them and stores element i of head h of b at
 // to[b * stride + h * head_size + i]. One thread per head. Cosines and sines are chosen so that rotation is exact.
 template <typename T>
-__global__ void RotateKernel(Attend a, const T* from, const float* norm, int64_t heads, T* to,
-                             int64_t stride) {
+__global__ void RotateKernel(Attend a, const T* from, const float* bias, const float* norm,
+                             int64_t heads, T* to, int64_t stride) {
   const int64_t row = blockIdx.x * int64_t{kThreads} + threadIdx.x, d = a.head_size;
   if (row >= a.batch * heads) return;
+  const auto biased = [&](int64_t i) {
+    return double{static_cast<float>(
+        Biased(from[row * d + i], bias == nullptr ? nullptr : bias + row % heads * d + i))};
+  };
   double squares = 0;
-  for (int64_t i = 0; i < d; ++i) {
-    const double x = static_cast<float>(from[row * d + i]);
-    squares += x * x;
-  }
+  for (int64_t i = 0; i < d; ++i) squares += biased(i) * biased(i);
   const double factor = 1 / sqrt(squares / static_cast<double>(d) + a.epsilon);
   const auto normalized = [&](int64_t i) {
-    const double x = static_cast<float>(from[row * d + i]);
+    const double x = biased(i);
     return norm == nullptr
                ? x
                : double{static_cast<float>(T(static_cast<float>(x * factor * norm[i])))};
@@ -82,9 +90,11 @@ __global__ void RotateKernel(Attend a, const T* from, const float* norm, int64_t
 }
 
 template <typename T>
-__global__ void CopyRowsKernel(const T* from, int64_t columns, T* to, int64_t stride) {
+__global__ void CopyRowsKernel(const T* from, const float* bias, int64_t columns, T* to,
+                               int64_t stride) {
   for (int64_t i = threadIdx.x; i < columns; i += kThreads) {
-    to[blockIdx.x * stride + i] = from[blockIdx.x * columns + i];
+    to[blockIdx.x * stride + i] =
+        Biased(from[blockIdx.x * columns + i], bias == nullptr ? nullptr : bias + i);
   }
 }
 
@@ -133,14 +143,15 @@ __global__ void ReferenceKernel(Attend a, const T* rotated, double* scores, doub
         fmax(error,
              ((static_cast<double>(d) + 8) * 0x1p-23 * magnitude + normalized) * a.scale + 0x1p-20);
   }
-  highest = reduce(highest, false);
+  const double sink = a.sinks == nullptr ? -INFINITY : a.sinks[row % a.heads];
+  highest = fmax(reduce(highest, false), sink);
   error = reduce(error, false);
   double total = 0;
   for (int64_t slot = threadIdx.x; slot < a.reach; slot += kThreads) {
     own[slot] = own[slot] == -INFINITY ? 0 : exp(own[slot] - highest);
     total += own[slot];
   }
-  total = reduce(total, true);
+  total = reduce(total, true) + (sink == -INFINITY ? 0 : exp(sink - highest));
   const double tiny = half ? 0x1p-24 : 0x1p-126;  // the error of subnormal weights
   for (int64_t i = threadIdx.x; i < d; i += kThreads) {
     double sum = 0, magnitude = 0, values = 0;
@@ -173,6 +184,7 @@ struct Variation {
   bool in_place = false;    // the result overwrites the query
   bool neighbours = false;  // pairs of the rotation
   bool norms = false;
+  bool biases = false, sinks = false;
   int64_t slot = -1;  // the slot to write; -1 for the last in use, -2 for none
 };
 
@@ -186,7 +198,7 @@ class Problem {
         value_(Bytes(s.batch * s.kv_heads * s.head_size)),
         keys_(Bytes(s.batch * s.slots * s.kv_heads * s.head_size)),
         values_(Bytes(s.batch * s.slots * s.kv_heads * s.head_size)),
-        floats_((s.batch + 2) * s.head_size * 4),
+        floats_(Floats(s) * 4),
         positions_((s.batch * (s.slots + 1) + 1) * 4),
         out_(Bytes(s.batch * s.heads * s.head_size)) {
     a_.type = std::is_same_v<T, __half> ? ElementType::kF16 : ElementType::kBf16;
@@ -206,6 +218,13 @@ class Problem {
     a_.sin = floats + s.batch * (s.head_size / 2);
     if (v.norms) a_.query_norm = floats + s.batch * s.head_size;
     if (v.norms) a_.key_norm = floats + (s.batch + 1) * s.head_size;
+    const float* addends = floats + (s.batch + 2) * s.head_size;
+    if (v.biases) {
+      a_.query_bias = addends;
+      a_.key_bias = a_.query_bias + s.heads * s.head_size;
+      a_.value_bias = a_.key_bias + s.kv_heads * s.head_size;
+    }
+    if (v.sinks) a_.sinks = addends + (s.heads + 2 * s.kv_heads) * s.head_size;
     auto* positions = static_cast<int32_t*>(positions_.data());
     a_.position = positions;
     a_.positions = positions + s.batch;
@@ -236,16 +255,19 @@ class Problem {
   // Rotates queries, and appends to the cache.
   void Append(T* rotated) const {
     const int64_t columns = a_.kv_heads * a_.head_size, stride = a_.slots * columns;
-    const auto rotate = [&](const void* from, const float* norm, int64_t heads, T* to,
-                            int64_t stride) {
+    const auto rotate = [&](const void* from, const float* bias, const float* norm, int64_t heads,
+                            T* to, int64_t stride) {
       const auto ctas = static_cast<unsigned>((a_.batch * heads + kThreads - 1) / kThreads);
-      RotateKernel<<<ctas, kThreads>>>(a_, static_cast<const T*>(from), norm, heads, to, stride);
+      RotateKernel<<<ctas, kThreads>>>(a_, static_cast<const T*>(from), bias, norm, heads, to,
+                                       stride);
     };
-    rotate(a_.query, a_.query_norm, a_.heads, rotated, a_.heads * a_.head_size);
+    rotate(a_.query, a_.query_bias, a_.query_norm, a_.heads, rotated, a_.heads * a_.head_size);
     if (writes()) {
-      rotate(a_.key, a_.key_norm, a_.kv_heads, static_cast<T*>(a_.keys) + slot_ * columns, stride);
-      CopyRowsKernel<<<a_.batch, kThreads>>>(static_cast<const T*>(a_.value), columns,
-                                             static_cast<T*>(a_.values) + slot_ * columns, stride);
+      rotate(a_.key, a_.key_bias, a_.key_norm, a_.kv_heads,
+             static_cast<T*>(a_.keys) + slot_ * columns, stride);
+      CopyRowsKernel<<<a_.batch, kThreads>>>(static_cast<const T*>(a_.value), a_.value_bias,
+                                             columns, static_cast<T*>(a_.values) + slot_ * columns,
+                                             stride);
     }
     Check(cudaGetLastError(), "appending");
   }
@@ -268,6 +290,11 @@ class Problem {
 
  private:
   static int64_t Bytes(int64_t elements) { return (elements + 16) * int64_t{sizeof(T)}; }
+
+  // Of cosines and sines, norms, biases and sinks.
+  static int64_t Floats(const Shape& s) {
+    return (s.batch + 2 + s.heads + 2 * s.kv_heads) * s.head_size + s.heads;
+  }
 
   static std::vector<T> Host(const void* data, int64_t count) {
     std::vector<T> host(count);
@@ -297,10 +324,13 @@ class Problem {
     host.back() = static_cast<int32_t>(slot_);
     Check(cudaMemcpy(positions_.data(), host.data(), host.size() * 4, cudaMemcpyHostToDevice),
           "cudaMemcpy");
-    // Multiples of 1/4 make products and their sums exact.
-    std::vector<float> floats((s.batch + 2) * s.head_size);
+    // Multiples of 1/4 make products and their sums exact. Biases and sinks, from -4 to 4, are rounded.
+    std::vector<float> floats(Floats(s));
+    const auto exact = static_cast<size_t>((s.batch + 2) * s.head_size);
     for (size_t i = 0; i < floats.size(); ++i) {
-      floats[i] = static_cast<float>(static_cast<int>(Hash(i + (seed << 32)) % 9) - 4) / 4;
+      const uint64_t number = Hash(i + (seed << 32));
+      floats[i] = i < exact ? static_cast<float>(static_cast<int>(number % 9) - 4) / 4
+                            : static_cast<float>(static_cast<int>(number % 8001) - 4000) / 1000;
     }
     Check(cudaMemcpy(floats_.data(), floats.data(), floats.size() * 4, cudaMemcpyHostToDevice),
           "cudaMemcpy");
@@ -380,13 +410,13 @@ bool IsCorrect(const Shape& s, const Variation& v, int64_t workspace_bytes, uint
   if (wrong == nullptr) return true;
   std::printf(
       "WRONG  attend %s batch=%d heads=%d/%d head_size=%d reach=%d of %d window=%d holes=%d "
-      "earlier=%d blind=%d odd=%d in_place=%d neighbours=%d norms=%d slot=%d splits=%d: %s, error "
-      "over bound %.3g\n",
+      "earlier=%d blind=%d odd=%d in_place=%d neighbours=%d norms=%d biases=%d sinks=%d slot=%d "
+      "splits=%d: %s, error over bound %.3g\n",
       a.type == ElementType::kF16 ? "f16" : "bf16", static_cast<int>(a.batch),
       static_cast<int>(a.heads), static_cast<int>(a.kv_heads), static_cast<int>(a.head_size),
       static_cast<int>(a.reach), static_cast<int>(a.slots), static_cast<int>(a.window), v.holes,
-      v.earlier, v.masked, v.odd, v.in_place, v.neighbours, v.norms, static_cast<int>(v.slot),
-      AttendSplits(a, DeviceInfo(0), workspace_bytes), wrong, ratio);
+      v.earlier, v.masked, v.odd, v.in_place, v.neighbours, v.norms, v.biases, v.sinks,
+      static_cast<int>(v.slot), AttendSplits(a, DeviceInfo(0), workspace_bytes), wrong, ratio);
   return false;
 }
 
@@ -400,13 +430,13 @@ float Time(const std::vector<Attend>& calls, void* workspace, int64_t workspace_
   return TimeReplays(enqueue, kWarmUps, kReplays) / static_cast<float>(calls.size());
 }
 
-void TimeShape(const Shape& s, int64_t used) {
+void TimeShape(const Shape& s, int64_t used, const Variation& v = {}) {
   const int64_t bytes = 4 * s.batch * s.reach * s.kv_heads * s.head_size;
   const int64_t copies = std::clamp<int64_t>(8 * kL2Bytes / bytes, 2, 256);
   std::vector<std::unique_ptr<Problem<__nv_bfloat16>>> data;
   std::vector<Attend> calls;
   for (int64_t i = 0; i < copies; ++i) {
-    data.push_back(std::make_unique<Problem<__nv_bfloat16>>(s, Variation{}, used, i));
+    data.push_back(std::make_unique<Problem<__nv_bfloat16>>(s, v, used, i));
     calls.push_back(data.back()->attend());
   }
   while (calls.size() < 16) calls.push_back(calls[calls.size() - copies]);
@@ -421,10 +451,11 @@ void TimeShape(const Shape& s, int64_t used) {
     const float us = Time(calls, workspace.data(), workspace_bytes);
     std::printf(
         "attend batch %-3d heads %d/%d x %d  reach %-6d used %-6d splits %-3d %8.2f us  "
-        "%5.2f TB/s\n",
+        "%5.2f TB/s%s%s\n",
         static_cast<int>(s.batch), static_cast<int>(s.heads), static_cast<int>(s.kv_heads),
         static_cast<int>(s.head_size), static_cast<int>(s.reach), static_cast<int>(used),
-        AttendSplits(calls[0], DeviceInfo(0), workspace_bytes), us, 1e-6 * read / us);
+        AttendSplits(calls[0], DeviceInfo(0), workspace_bytes), us, 1e-6 * read / us,
+        v.biases ? "  biases" : "", v.sinks ? "  sinks" : "");
   }
   std::fflush(stdout);
 }
@@ -445,6 +476,8 @@ std::pair<int, int> CheckAttend(uint64_t stride) {
     v.in_place = turn % 17 == 8;
     v.neighbours = turn % 2 == 1;
     v.norms = turn % 4 >= 2;
+    v.biases = turn % 8 % 3 == 1;
+    v.sinks = turn % 7 >= 4;
     v.slot = turn % 23 == 9 ? -2 : turn % 5 == 2 ? shape.reach / 2 : -1;
     shape.slots = shape.reach + (turn % 2 == 0 ? 0 : turn % 4 == 1 ? 3 : 64);
     // Workspace for all splits, for few, or for none.
@@ -483,6 +516,15 @@ void TimeAttend() {
       TimeShape({batch, 32, 8, 128, reach, reach}, reach);
     }
     TimeShape({batch, 32, 8, 128, 16384, 16384}, 1000);  // most of the cache is not in use yet
+  }
+  Variation added;
+  added.biases = added.sinks = true;
+  for (int64_t batch : {1, 16}) {  // of gpt-oss
+    for (int64_t reach : {256, 4096}) {
+      for (const Variation& v : {Variation{}, added}) {
+        TimeShape({batch, 64, 8, 64, reach, reach}, reach, v);
+      }
+    }
   }
 }
 

@@ -128,13 +128,14 @@ cudaError_t LoadAttend(const Attend& attend, const Device& device) {
 cudaError_t LaunchAttend(const Attend& attend, void* workspace, int64_t workspace_bytes,
                          const Device& device, cudaStream_t stream) {
   if (attend.batch == 0) return cudaSuccess;
-  constexpr float kLog2E = 1.4426950408889634f;
   const int splits = AttendSplits(attend, device, workspace_bytes);
   const int64_t rows = attend.batch * attend.heads;
   Params params = {};
   params.query = attend.query, params.key = attend.key, params.value = attend.value;
   params.cos = attend.cos, params.sin = attend.sin;
   params.query_norm = attend.query_norm, params.key_norm = attend.key_norm;
+  params.query_bias = attend.query_bias, params.key_bias = attend.key_bias;
+  params.value_bias = attend.value_bias, params.sinks = attend.sinks;
   params.epsilon = attend.epsilon, params.neighbours = attend.neighbours;
   params.keys = attend.keys, params.values = attend.values, params.slot = attend.slot;
   params.key_scales = attend.key_scales, params.value_scales = attend.value_scales;
@@ -153,7 +154,7 @@ cudaError_t LaunchAttend(const Attend& attend, void* workspace, int64_t workspac
   constexpr int64_t kMaxDistance = std::numeric_limits<int32_t>::max();
   params.max_distance = static_cast<uint32_t>(
       attend.window == 0 ? kMaxDistance : std::min(attend.window - 1, kMaxDistance));
-  params.scale = attend.scale * kLog2E;
+  params.scale = attend.scale * attend::kLog2E;
   params.pdl = attend.pdl && device.compute_capability >= 90;
   params.aligned = IsAligned(attend.keys) && IsAligned(attend.values);
   const Variant variant = Find(attend);

@@ -14,8 +14,9 @@
 //
 //   AttendKernel   Units          masks of visible slots
 //                  CacheCopier    keys and values of a unit to the ring; the new ones to the cache
-//                  NewRows        queries and the new key and value: normalize, rotate, to shared memory
+//                  NewRows        queries and the new key and value: add biases, normalize, rotate, to shared memory
 //                  UnitRing       copies kStages - 1 units ahead
+//                  Sinks          scores without keys and values
 //                  WarpAttention  scores, softmax and sums of a unit; the merge of the warps
 #pragma once
 
@@ -35,6 +36,10 @@
 #include "cuda/ops/rounded_row.cuh"
 
 namespace jaxlowbit::attend {
+
+// Halves of a product's rows with real heads.
+template <bool kWide>
+inline constexpr int kHalves = kWide ? 2 : 1;
 
 template <typename T>
 __device__ uint32_t Pack(float low, float high);
@@ -74,8 +79,8 @@ class NewRows {
         pairs_{p.size / 2, p.neighbours},
         angles_(pairs_, p.cos + Angle(), p.sin + Angle()) {}
 
-  // Normalizes and rotates the rows, one warp per row. `looks`: `units` compares positions while the first two rows of
-  // a warp load.
+  // Adds biases, normalizes and rotates the rows, one warp per row. `looks`: `units` compares positions while the first
+  // two rows of a warp load.
   __device__ void Put(Units& units, bool looks) {
     const int warp = Warp();
     Row one = Load(warp), two = Load(warp + S::kWarps);
@@ -119,9 +124,17 @@ class NewRows {
                IsValue(row) ? value
                : IsKey(row) ? key
                             : query,
+               Bias(row),
                IsValue(row) ? nullptr
                : IsKey(row) ? p_.key_norm
                             : p_.query_norm);
+  }
+
+  __device__ const float* Bias(int row) const {
+    if (p_.query_bias == nullptr) return nullptr;
+    if (IsValue(row)) return p_.value_bias + KvHead() * p_.size;
+    if (IsKey(row)) return p_.key_bias + KvHead() * p_.size;
+    return p_.query_bias + (KvHead() * p_.shared + row) * p_.size;
   }
 
   __device__ void Put(int i, Row& held) const {
@@ -228,6 +241,27 @@ class UnitRing {
   int produced_ = 0;
 };
 
+// The scores of the sinks of a lane's rows, times log2(e). One warp of one split starts its softmax with them; in all
+// other warps, and without sinks, they are -infinity, which has no weight.
+template <bool kWide>
+class Sinks {
+ public:
+  __device__ explicit Sinks(const Params& p) {
+    const bool adds = p.sinks != nullptr && Warp() == 0 && Split() == 0;
+#pragma unroll
+    for (int half = 0; half < kHalves<kWide>; ++half) {
+      const int row = Lane() / 4 + 8 * half;
+      const bool has = adds && row < p.shared;
+      scores_[half] = has ? p.sinks[KvHead() * p.shared + row] * kLog2E : -INFINITY;
+    }
+  }
+
+  __device__ float operator[](int half) const { return scores_[half]; }
+
+ private:
+  float scores_[kHalves<kWide>];
+};
+
 // Online softmax and weighted sums of a warp. kWide: more than 8 query heads per key head.
 template <typename T, typename C, int kSize, bool kWide>
 class WarpAttention {
@@ -237,7 +271,8 @@ class WarpAttention {
   using V = std::conditional_t<kHasScales<C>, __nv_bfloat16, T>;
 
   // `new_rows`: the address of the queries.
-  __device__ WarpAttention(float scale, uint32_t new_rows) : scale_(scale), new_rows_(new_rows) {
+  __device__ WarpAttention(float scale, uint32_t new_rows, const Sinks<kWide>& sinks)
+      : scale_(scale), new_rows_(new_rows) {
     const int lane = Lane();
     matrix_ = lane / 8;
     value_row_ = matrix_ % 2 * 8 + lane % 8;
@@ -247,7 +282,10 @@ class WarpAttention {
       for (int step = 0; step < kSteps; ++step) LoadQuery(step, query_[step]);
     }
 #pragma unroll
-    for (int half = 0; half < kHalves; ++half) top_[half] = kLowest, total_[half] = 0;
+    for (int half = 0; half < kHalves; ++half) {
+      top_[half] = fmaxf(sinks[half], kLowest);
+      total_[half] = lane % 4 == 0 ? Exp2(sinks[half] - top_[half]) : 0;  // lanes are added later
+    }
   }
 
   // Adds the values of the unit at `unit`. `mask`: its visible slots.
@@ -284,7 +322,7 @@ class WarpAttention {
   }
 
  private:
-  static constexpr int kHalves = kWide ? 2 : 1;  // halves of a product's rows with real heads
+  static constexpr int kHalves = attend::kHalves<kWide>;
   static constexpr int kSteps = kSize / 16;
 
   __device__ void LoadQuery(int step, uint32_t (&fragment)[4]) const {
@@ -483,6 +521,7 @@ __device__ void AttendCta(const Params& p) {
   UnitRing<C, kSize> copies(cache, units, written);
   uint8_t* const new_rows = ring + S::kWarps * S::kRingBytes;
   NewRows<T, C, kSize> rows(p, new_rows);
+  const Sinks<kWide> sinks(p);
   if (p.pdl) {  // old slots arrive while previous kernels compute the new rows
     if (units.count() > 0) units.Look();
     copies.Fill();
@@ -496,7 +535,7 @@ __device__ void AttendCta(const Params& p) {
   const uint32_t new_at = SharedAddress(new_rows);
   if (writes) cache.Append(slot, new_at);
 
-  WarpAttention<T, C, kSize, kWide> attention(p.scale, new_at);
+  WarpAttention<T, C, kSize, kWide> attention(p.scale, new_at, sinks);
   if (!p.pdl) copies.Fill();
   AttendToUnits(cache, copies, slot, new_at, attention);
 

@@ -24,6 +24,9 @@ inline constexpr int64_t kMaxAttendBatch = 65535;
 //   out[b, h]   = sum over the visible slots s of
 //                 softmax_s(scale * q[b, h] . keys[b, s, h / shared]) * values[b, s, h / shared]
 //
+// Biases, if there are any, are added to query, key and value first. The sink of a head, if there are sinks, is a score
+// without key and value: it is in the denominator of the softmax only.
+//
 // A cache of 8 bits stores k[b] / key_scales[b, slot], rounded, and values likewise; products multiply by the scales. As
 // in quantize_rows.cu, a scale is the largest magnitude of its row divided by 127 or 448.
 //
@@ -32,8 +35,8 @@ inline constexpr int64_t kMaxAttendBatch = 65535;
 // Scores, softmax and sums are float32.
 //
 // Rotation: each pair (a, b) becomes (a * cos - b * sin, b * cos + a * sin). Pair i consists of element i of both
-// halves or, with `neighbours`, of elements 2i and 2i + 1. Results of the norm and of the rotation are rounded to
-// `type`.
+// halves or, with `neighbours`, of elements 2i and 2i + 1. Biases, and results of their addition, the norm and the
+// rotation, are rounded to `type`.
 struct Attend {
   ElementType type = ElementType::kBf16;   // of query, key, value and out
   ElementType cache = ElementType::kBf16;  // of keys and values: `type`, or 8 bits
@@ -50,6 +53,10 @@ struct Attend {
   // [head_size], weights of the RMSNorms; null: none
   const float *query_norm = nullptr, *key_norm = nullptr;
 
+  // [heads, head_size]; [kv_heads, head_size] each; null: none
+  const float *query_bias = nullptr, *key_bias = nullptr, *value_bias = nullptr;
+  const float* sinks = nullptr;  // [heads]; null: none
+
   void *keys = nullptr, *values = nullptr;               // [batch, slots, kv_heads, head_size]
   float *key_scales = nullptr, *value_scales = nullptr;  // [batch, slots, kv_heads], of 8 bits
   const int32_t* slot =
@@ -62,7 +69,7 @@ struct Attend {
   void* out = nullptr;  // [batch, heads, head_size]
 
   // Whether the first kernel may start while previous kernels run (PDL). They must not write slot, position, positions,
-  // cos, sin, keys, values or scales.
+  // cos, sin, sinks, keys, values or scales.
   bool pdl = false;
 
   int64_t shared() const { return heads / kv_heads; }

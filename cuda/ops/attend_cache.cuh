@@ -14,6 +14,7 @@ inline constexpr int kUnit = 16;       // slots per unit, which a warp processes
 inline constexpr int kRows = 16;       // query heads of a product, padded with zeros
 inline constexpr int kLookahead = 32;  // units per comparison of positions
 inline constexpr int kMaxSplits = 64;
+inline constexpr float kLog2E = 1.4426950408889634f;
 inline constexpr float kLowest =
     -1e30f;  // below all scores; finite, so that differences are not NaN
 
@@ -60,6 +61,7 @@ struct Shape {
 struct Params {
   const void *query, *key, *value;
   const float *cos, *sin, *query_norm, *key_norm;
+  const float *query_bias, *key_bias, *value_bias, *sinks;
   void *keys, *values;
   float *key_scales, *value_scales;
   const int32_t *slot, *position, *positions;

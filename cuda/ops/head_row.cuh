@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A row of a head, distributed over a warp: RMSNorm and rotation (attend.h).
+// A row of a head, distributed over a warp: bias, RMSNorm and rotation (attend.h).
 #pragma once
 
 namespace jaxlowbit {
@@ -36,13 +36,20 @@ struct Angles {
 template <typename T, int kSize>
 class HeadRow {
  public:
-  // `norm`: null for no RMSNorm.
-  __device__ HeadRow(const Pairs<kSize>& pairs, const T* row, const float* norm)
-      : pairs_(pairs), normalizes_(norm != nullptr) {
+  // `bias`, `norm`: null for none.
+  __device__ HeadRow(const Pairs<kSize>& pairs, const T* row, const float* bias, const float* norm)
+      : pairs_(pairs), has_bias_(bias != nullptr), normalizes_(norm != nullptr) {
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
       loaded_a_[i] = row[pairs.Has(i) ? pairs.First(i) : 0];
       loaded_b_[i] = row[pairs.Has(i) ? pairs.Second(i) : 0];
+    }
+    if (has_bias_) {
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) {
+        bias_a_[i] = bias[pairs.Has(i) ? pairs.First(i) : 0];
+        bias_b_[i] = bias[pairs.Has(i) ? pairs.Second(i) : 0];
+      }
     }
     if (!normalizes_) return;
 #pragma unroll
@@ -52,12 +59,19 @@ class HeadRow {
     }
   }
 
-  // Converts the loaded elements to float32, which waits for memory. Call before the methods below.
+  // Converts the loaded elements to float32, which waits for memory, and adds the bias. Call before the methods below.
   __device__ void Widen() {
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
       a_[i] = pairs_.Has(i) ? static_cast<float>(loaded_a_[i]) : 0;
       b_[i] = pairs_.Has(i) ? static_cast<float>(loaded_b_[i]) : 0;
+    }
+    if (!has_bias_) return;
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      if (!pairs_.Has(i)) continue;
+      a_[i] = Rounded(a_[i] + Rounded(bias_a_[i]));
+      b_[i] = Rounded(b_[i] + Rounded(bias_b_[i]));
     }
   }
 
@@ -71,8 +85,8 @@ class HeadRow {
     const float factor = rsqrtf(sum / static_cast<float>(2 * pairs_.half) + epsilon);
 #pragma unroll
     for (int i = 0; i < pairs_.kCount; ++i) {
-      a_[i] = static_cast<float>(T(a_[i] * factor * norm_a_[i]));
-      b_[i] = static_cast<float>(T(b_[i] * factor * norm_b_[i]));
+      a_[i] = Rounded(a_[i] * factor * norm_a_[i]);
+      b_[i] = Rounded(b_[i] * factor * norm_b_[i]);
     }
   }
 
@@ -99,10 +113,12 @@ class HeadRow {
  private:
   static constexpr int kPairs = Pairs<kSize>::kCount;
 
+  static __device__ float Rounded(float value) { return static_cast<float>(T(value)); }
+
   Pairs<kSize> pairs_;
-  bool normalizes_;
+  bool has_bias_, normalizes_;
   T loaded_a_[kPairs], loaded_b_[kPairs];
-  float a_[kPairs], b_[kPairs], norm_a_[kPairs], norm_b_[kPairs];
+  float a_[kPairs], b_[kPairs], bias_a_[kPairs], bias_b_[kPairs], norm_a_[kPairs], norm_b_[kPairs];
 };
 
 }  // namespace jaxlowbit

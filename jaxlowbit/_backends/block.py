@@ -42,6 +42,7 @@ def add_block(
     values: Any = None,
     parts: Any = None,
     mlp: Callable[[int, int], None] | None = None,
+    out_bias: Array | None = None,
 ) -> None:
     """Appends a block; the first results of the call are the new residual and following products.
 
@@ -50,6 +51,7 @@ def add_block(
     - `values`: None, or the 8-bit dtype that rows are rounded to before each product.
     - `parts`: the dtype of the output and down projections, if it differs from `residual`.
     - `mlp`: appends what replaces the MLP, from the place of its rows to that of its result.
+    - `out_bias`: (d,), added to the output projection in float32, or None.
     """
     out, gate_up, down, *following = weights
     shape, dtype, m = residual.shape, residual.dtype, residual.shape[1]
@@ -69,7 +71,11 @@ def add_block(
     products += [(weight, normed, y) for weight, y in zip(following, follow, strict=True)]
     numbers = []
     for weight, x, y in products:
-        fields = {"gated": True, "activation": activation} if weight is gate_up else {}
+        gated = {"gated": True, "activation": activation}
+        fields: dict[str, Any] = gated if weight is gate_up else {}
+        if weight is out and out_bias is not None:
+            wide = out_bias.astype(dtype if out_bias.dtype == dtype else jnp.float32)
+            fields["addends"] = {"bias": calls.operand(wide.reshape(1, -1))}
         numbers.append(calls.add_product(read(weight), x, y, lhs_scale=scale, **fields))
 
     def normalize(x: int, y: int, scales: int) -> None:

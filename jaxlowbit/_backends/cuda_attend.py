@@ -56,6 +56,10 @@ class Operands(NamedTuple):
     - `positions`: the positions of all slots, including `slot`, int32 (batch, slots); -1 for empty
       slots.
     - `scales`: of 8-bit keys and values, float32 (batch, slots, kv_heads) each, updated with them.
+    - `biases`: of query, key and value, (heads * head_size,) and twice (kv_heads * head_size,),
+      which are rounded to their dtype and added before the norms; or ().
+    - `sinks`: a score of each head that is in the denominator of its softmax and has no value,
+      (heads,); or None.
     """
 
     query: Array
@@ -69,6 +73,8 @@ class Operands(NamedTuple):
     position: Array
     positions: Array
     scales: tuple[Array, ...] = ()
+    biases: tuple[Array, ...] = ()
+    sinks: Array | None = None
 
 
 class Options(NamedTuple):
@@ -105,7 +111,7 @@ def attend(operands: Operands, options: Options) -> tuple[Array, ...]:
     out, *cache = calls.run(
         sums=workspace_bytes(operands, options),
         aliases=aliases(operands),
-        **call_attributes(options),
+        **call_attributes(operands, options),
     )
     return call.apart(out)[0], *cache
 
@@ -127,6 +133,8 @@ def add_attention(calls: Call, operands: Operands, shape: Sequence[Any]) -> int:
     new = call.apart(operands.query, operands.key, operands.value)
     for array in (*new, *operands.rotation, *norms, *operands[5:10], *operands.scales):
         calls.operand(array)
+    for array in (*operands.biases, *([] if operands.sinks is None else [operands.sinks])):
+        calls.operand(array.astype(jnp.float32))
     out = calls.result(shape, operands.query.dtype)
     for array in (operands.keys, operands.values, *operands.scales):
         calls.result(array.shape, array.dtype)
@@ -134,8 +142,10 @@ def add_attention(calls: Call, operands: Operands, shape: Sequence[Any]) -> int:
     return out
 
 
-def call_attributes(options: Options) -> dict[str, Any]:
+def call_attributes(operands: Operands, options: Options) -> dict[str, Any]:
+    present = {"biases": bool(operands.biases), "sinks": operands.sinks is not None}
     return {
+        **{name: np.bool_(True) for name, is_present in present.items() if is_present},
         "reach": np.int64(options.reach),
         "window": np.int64(options.window or 0),
         "scale": np.float32(options.scale),

@@ -403,6 +403,7 @@ class DecodeLayer(NamedTuple):
     - `norm`, `following_norm`: before the MLP and before the following products, if any.
     - `weights`: out, gate_up and down, then the following weights.
     - `mixture`: if gate_up and down are stacks of experts.
+    - `out_bias`: (d,), added to the product with `out`, or None; only on one device.
     """
 
     attention: cuda_attend.Operands
@@ -411,6 +412,7 @@ class DecodeLayer(NamedTuple):
     following_norm: Array | None
     weights: Sequence[QuantizedArray]
     mixture: Mixture | None = None
+    out_bias: Array | None = None
 
 
 def decode_layers(
@@ -447,6 +449,7 @@ def decode_layers(
             else functools.partial(
                 _add_mixture, calls, layer.mixture, layer.weights[1:3], activation
             ),
+            out_bias=layer.out_bias,
         )
         # Results: attention, the cache, the residual, the following products.
         aliases = cuda_attend.aliases(layer.attention)
@@ -454,7 +457,7 @@ def decode_layers(
         query, key, value = (residual_at - i for i in (1, 2, 3))
         new = {1: query, 2: key, 3: value, calls.place_of(x): residual_at}
         sums = cuda_attend.workspace_bytes(layer.attention, layer.attending)
-        attributes = {**cuda_attend.call_attributes(layer.attending), **group}
+        attributes = {**cuda_attend.call_attributes(layer.attention, layer.attending), **group}
         attributes["epsilon"] = np.float32(epsilon)
         parts.append(Layer(calls, new if parts else {}, aliases, sums, attributes))
     found = run_layers(parts)

@@ -27,6 +27,7 @@ def choose(
     native: bool = False,
     cached: bool = False,
     plain: bool = False,
+    sinks: bool = False,
 ) -> Implementation:
     """Returns the fastest implementation for numbers of sequences, queries per sequence and slots.
 
@@ -38,9 +39,10 @@ def choose(
     On the CPU, our kernel reads a cache in place. It has no derivative, so XLA computes attention
     without a cache that outlives the call (`cached`).
 
-    Only XLA's implementation supports caps of scores and sinks (`plain`).
+    Only XLA's implementation supports caps of scores (`plain`), only XLA's and our CUDA kernel
+    support `sinks`.
     """
-    if plain:
+    if plain or (sinks and not (native and platform == "gpu" and queries == 1)):
         return "xla"
     if platform == "cpu" and cached and cpu_attend.unsupported(dtype, head_size=head_size) is None:
         return "cpu"

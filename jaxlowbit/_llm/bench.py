@@ -38,6 +38,10 @@ SHAPES = {
         vocabulary=128256, context=131072, rope_base=5e5,
         rope_scaling=RopeScaling("llama3", factor=8.0, original_context=8192),
     ),
+    "qwen2.5-7b": Config(
+        "qwen2", layers=28, width=3584, heads=28, kv_heads=4, head_size=128, hidden=18944,
+        vocabulary=152064, context=32768, rope_base=1e6, norm_epsilon=1e-6, attention_bias=True,
+    ),
     "qwen3-0.6b": Config(
         "qwen3", layers=28, width=1024, heads=16, kv_heads=8, head_size=128, hidden=3072,
         vocabulary=151936, context=40960, rope_base=1e6, qk_norm="head", tied_head=True,

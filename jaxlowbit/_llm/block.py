@@ -127,7 +127,7 @@ class Block(nnx.Module):
     def fused(self, x: Array) -> bool:
         """Whether `quantized_block` computes this block."""
         # On a mesh, devices add their partial sums within the block.
-        return self.fusible(x) and self.division is None
+        return self.fusible(x) and self.division is None and self.o_bias is None
 
     def fusible(self, x: Array) -> bool:
         """Whether custom calls compute this block, including its normalizations."""
@@ -140,7 +140,9 @@ class Block(nnx.Module):
         config = self.config
         if config.norm_placement != "pre" or config.residual_scale != 1:
             return False
-        if config.output_bias or config.layer_scale or config.dense_hidden or config.router_norm:
+        if config.layer_scale or config.dense_hidden or config.router_norm:
+            return False
+        if self.o_bias is not None and self.division is not None:  # every device would add it
             return False
         matrices = self.o, self.down, *self.gate_up
         quantized = all(isinstance(w.get_value(), QuantizedArray) for w in matrices)
@@ -207,8 +209,9 @@ class Block(nnx.Module):
 
         **Returns:** the residual stream, `following.project` of it, and the cache.
         """
-        q, k, v = self.heads(products, positions)
-        if implementation == "native":
+        native = implementation == "native"
+        q, k, v = self.heads(products, positions, native=native)
+        if native:
             operands = self.attention_operands((q, k, v), rotation, positions, cache, layer)
             attended, *arrays = cuda_attend.attend(operands, self.attention_options(reach))
             attended = attended.reshape(*x.shape[:-1], -1)
@@ -257,6 +260,8 @@ class Block(nnx.Module):
             position=positions[:, 0],
             positions=cache.positions,
             scales=cache.arrays(layer)[2:],
+            biases=self.attention_biases,
+            sinks=None if self.sinks is None else self.sinks.get_value(),
         )
 
     def attention_options(self, reach: int) -> cuda_attend.Options:
@@ -271,7 +276,8 @@ class Block(nnx.Module):
 
     def one_call(self, x: Array, following: "Block | None") -> bool:
         """Whether attention and this block are one call in a decode step."""
-        mixture, dense = self.routed, self.fused(x) or (self.fusible(x) and self.exchanging(x))
+        mixture, alone = self.routed, self.division is None
+        dense = self.fusible(x) and (alone or bool(self.exchanging(x)))
         if not (dense or mixture is not None) or self.rounds(x):
             return False
         onward = self.onward(following)
@@ -283,10 +289,15 @@ class Block(nnx.Module):
 
     @property
     def attends_to_products(self) -> bool:
-        """Whether attention reads the products as they are."""
-        plain = not self.biases and self.q_all_norm is None and self.k_all_norm is None
+        """Whether our CUDA kernel for attention reads the products as they are."""
+        plain = self.q_all_norm is None and self.k_all_norm is None
         plain = plain and not self.config.value_norm and len(self.qkv) == 3
         return plain and self.config.attention_temperature is None
+
+    @property
+    def attention_biases(self) -> tuple[Array, ...]:
+        """The biases that our CUDA kernel adds to the products."""
+        return tuple(x.get_value() for x in self.biases) if self.attends_to_products else ()
 
     @property
     def head_norms(self) -> tuple[Array, Array] | None:
@@ -295,10 +306,15 @@ class Block(nnx.Module):
             return None
         return self.q_norm.get_value(), self.k_norm.get_value()
 
-    def heads(self, products: Sequence[Array], positions: Array) -> tuple[Array, ...]:
+    def heads(
+        self, products: Sequence[Array], positions: Array, *, native: bool = False
+    ) -> tuple[Array, ...]:
         """Queries, keys and values (batch, length, heads, head_size), with their biases, the norms
-        of all heads together and of values, and the temperature of the queries."""
-        if self.biases:
+        of all heads together and of values, and the temperature of the queries.
+
+        `native`: without `attention_biases`.
+        """
+        if self.biases and not (native and self.attention_biases):
             products = [biased(x, bias) for x, bias in zip(products, self.biases, strict=True)]
         q, k, v = products if len(products) == 3 else (*products, products[1])
         q, k = self.normalize_heads(q, self.q_all_norm), self.normalize_heads(k, self.k_all_norm)

@@ -79,7 +79,7 @@ def _decode(
     reach: int,
 ) -> tuple[Array, tuple[Array, ...], Cache]:
     """`Block.step` of the first `count` blocks, which are `together`; `number`: of the first."""
-    heads = blocks[0].heads(products, positions)
+    heads = blocks[0].heads(products, positions, native=True)
     layers = []
     for i, block in enumerate(blocks[:count]):
         onward = block.onward(blocks[i + 1] if i + 1 < len(blocks) else None)
@@ -88,7 +88,9 @@ def _decode(
         rotation = rotations[block.local] if block.rotates else None
         operands = block.attention_operands(heads, rotation, positions, cache, number + i)
         options, weights = block.attention_options(reach), (*own, *following)
-        layers.append(DecodeLayer(operands, options, block.fused_norm, norm, weights, block.routed))
+        bias = None if block.o_bias is None else block.o_bias.get_value()
+        norms = block.fused_norm, norm
+        layers.append(DecodeLayer(operands, options, *norms, weights, block.routed, bias))
     config = blocks[0].config
     caches, y, results = decode_block.decode_layers(
         layers,

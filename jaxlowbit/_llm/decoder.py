@@ -257,7 +257,8 @@ class Decoder(nnx.Module):
             head_size=head_size,
             native=native,
             cached=cached,
-            plain=config.attention_softcap is not None or config.sinks,
+            plain=config.attention_softcap is not None,
+            sinks=config.sinks,
         )
 
     def embed(self, tokens: Array) -> Array:

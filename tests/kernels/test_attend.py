@@ -28,12 +28,16 @@ def like(*shape, dtype="bfloat16") -> Any:
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
 
-def lowered(batch=BATCH, heads=32, kv_heads=8, size=128, reach: int = REACH, window=None):
+def lowered(
+    batch=BATCH, heads=32, kv_heads=8, size=128, reach: int = REACH, window=None, **added: Any
+):
     new, cache = like(batch, kv_heads, size), like(batch, SLOTS, kv_heads, size)
     angles, norm = like(batch, size // 2, dtype="float32"), like(size, dtype="float32")
     numbers = (like(*shape, dtype="int32") for shape in ((), (batch,), (batch, SLOTS)))
     query = like(batch, heads, size)
-    operands = Operands(query, new, new, (angles, angles), (norm, norm), cache, cache, *numbers)
+    operands = Operands(
+        *(query, new, new, (angles, angles), (norm, norm), cache, cache, *numbers), **added
+    )
     options = Options("halves", 1e-6, reach, window, 0.5)
     attend = jax.jit(lambda operands: cuda_attend.attend(operands, options), donate_argnums=0)
     program = attend.trace(operands)
@@ -59,6 +63,25 @@ def test_one_custom_call_writes_the_whole_cache(cuda):
 def test_a_window_and_all_slots_are_attributes(cuda):
     text = lowered(reach=SLOTS, window=100)
     assert f"reach = {SLOTS} : i64" in text and "window = 100 : i64" in text
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+def test_biases_and_sinks_are_operands_only_if_they_are_there(cuda):
+    def operands(text):
+        return text.partition(" : (")[2].partition(") -> ")[0].count("tensor<")
+
+    def call(**added):
+        return next(line for line in lowered(**added).splitlines() if "custom_call" in line)
+
+    plain = call()
+    assert operands(plain) == 12 and "sinks" not in plain and "biases" not in plain
+    biases = tuple(like(n * 128, dtype="float32") for n in (32, 8, 8))
+    sinks = like(32, dtype="float32")
+    one, other = call(biases=biases), call(sinks=sinks)
+    assert operands(one) == 15 and "biases = true" in one and "sinks" not in one
+    assert operands(other) == 13 and "sinks = true" in other and "biases" not in other
+    # Weights in another dtype are converted.
+    assert "tensor<32xbf16>) -> tensor<32xf32>" in lowered(sinks=like(32))
 
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
@@ -121,7 +144,7 @@ def decode_step(config, monkeypatch):
     [
         ("llama", {"decode_blocks": 1}),
         ("qwen3", {"decode_blocks": 1}),
-        ("qwen2", {"decode_block": 3}),  # biases between the products and attention
+        ("qwen2", {"decode_blocks": 1}),  # biases of queries, keys and values
     ],
 )
 def test_blocks_of_a_decode_step_are_one_call(name, expected, cuda, monkeypatch):
@@ -135,8 +158,12 @@ MIXTURES = {
     "mixtral": MIXTRAL,
     "biases": MIXTRAL.replace(router_bias=True, mlp_bias=True, normalized_experts=False),
     "qwen3_moe": Config("qwen3_moe", **TINY, experts=32, experts_per_token=8, qk_norm="head"),
-    "gpt_oss": MIXTRAL.replace(architecture="gpt_oss", mlp_bias=True, activation="gpt_oss"),
-}
+    "gpt_oss": MIXTRAL.replace(
+        architecture="gpt_oss", attention_bias=True, output_bias=True, mlp_bias=True,
+        router_bias=True, sinks=True, activation="gpt_oss", window=7,
+        window_layers=(True, False, True),
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MIXTURES)
@@ -150,7 +177,7 @@ def test_blocks_with_experts_are_one_call(name, cuda, monkeypatch):
     [
         {"experts": 6},
         {"experts": 64, "experts_per_token": 33},
-        {"output_bias": True},
+        {"residual_scale": 0.5},
         {"dense_hidden": 96, "norm_placement": "pre_and_post"},
     ],
 )
@@ -192,6 +219,65 @@ def test_steps_of_a_block_with_experts(cuda, monkeypatch):
     assert route["addend"] > 0 and not route["normalized"] and group["offset"] == 0
     assert gate_up["bias_at"] > 0 and down["bias_at"] > 0 and out["bias_at"] == 0
     assert combine["out"] == after["addend"] and before["total"] == after["x"]
+
+
+BIASED = CONFIGS["qwen2"].replace(layers=3, output_bias=True, sinks=True, window=7)
+
+
+@pytest.mark.parametrize(
+    ("config", "decode_blocks", "others"),
+    [
+        (BIASED, 1, {}),
+        (BIASED.replace(qk_norm="head"), 1, {}),
+        # XLA adds biases before the norms of all heads together: a call for each block.
+        (BIASED.replace(qk_norm="all"), 0, {"decode_block": 3}),
+        (BIASED.replace(mlp_bias=True), 0, {"attend": 3}),
+    ],
+)
+def test_biases_and_sinks_stay_in_the_call(config, decode_blocks, others, cuda, monkeypatch):
+    calls = decode_step(config, monkeypatch)
+    assert calls["decode_blocks"] == decode_blocks
+    assert others.items() <= calls.items()
+
+
+def test_biases_are_added_once(cuda, monkeypatch):
+    """By the kernel: XLA adds nothing to queries, keys or values."""
+
+    def added(config):
+        text = decode_step_text(config, monkeypatch)
+        return text, re.findall(r"stablehlo.add .*: tensor<(.*xbf16)>", text)
+
+    text, found = added(BIASED)
+    call = next(line for line in text.splitlines() if "decode_blocks" in line)
+    assert "biases = true" in call and "sinks = true" in call
+    assert not found and len(added(BIASED.replace(qk_norm="all"))[1]) == 9
+
+
+def test_gpt_oss_attends_in_our_kernel(cuda, monkeypatch):
+    config = Config(
+        "gpt_oss", **TINY, experts=4, experts_per_token=2, attention_bias=True, output_bias=True,
+        mlp_bias=True, router_bias=True, sinks=True, activation="gpt_oss", window=7,
+        window_layers=(True, False),
+    )  # fmt: skip
+    text = decode_step_text(config, monkeypatch)
+    assert "biases = true" in text and "sinks = true" in text
+    scores = re.findall(r"stablehlo.exponential .*: tensor<(.*)xf32>", text)
+    assert not [x for x in scores if str(REACH) in x.split("x")], scores  # only of the router
+
+
+def test_sinks_choose_an_implementation_that_has_them():
+    sizes: dict[str, Any] = {"length": 4096, "head_size": 64, "batch": 8}
+    bfloat16 = jnp.dtype("bfloat16")
+
+    def choose(platform, queries, sinks, **options):
+        own = sizes | options
+        return attention.choose(platform, bfloat16, queries=queries, sinks=sinks, **own)
+
+    assert choose("gpu", 1, True, native=True) == choose("gpu", 1, False, native=True) == "native"
+    assert (choose("gpu", 1, True), choose("gpu", 1, False)) == ("xla", "cudnn")
+    assert choose("gpu", 9, True, native=True) == "xla"
+    assert choose("gpu", 1, True, native=True, plain=True) == "xla"
+    assert choose("cpu", 1, True, native=True, cached=True) == "xla"
 
 
 @pytest.mark.parametrize("cache_dtype", [None, jnp.int8])

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decoders import CONFIGS, PARTS
+from decoders import CONFIGS, PARTS, random
 from gpu_problems import rounding
 from helpers import call_names
 from jax import lax
@@ -21,7 +21,7 @@ from jaxlowbit._core.activations import reach as reach_of
 from jaxlowbit._core.activations import rounded_tokens
 from jaxlowbit._llm import attention, block_steps, rope
 from jaxlowbit._llm.cache import make_cache
-from jaxlowbit.llm import init
+from jaxlowbit.llm import Decoder, init
 
 pytestmark = pytest.mark.gpu
 
@@ -56,6 +56,7 @@ def by_xla(operands, *, pairs="halves", window=None, scale=1.0, reach=None, magn
     seen = attention.mask(position, held[:, :reach], window)[:, 0]
     k, v = hidden(k, seen, 0), hidden(v, seen, 0)
     options: dict[str, Any] = {"window": window, "scale": scale, "reach": reach}
+    options["sinks"] = operands.sinks
     v = jnp.abs(v) if magnitude else v
     out = attention.attend(q, k, v, position, held, implementation="xla", **options)
     out = out.reshape(operands.query.shape)
@@ -137,8 +138,45 @@ def test_attention_matches_xla(heads, kv_heads, size, dtype):
         assert_right(jax.jit(functools.partial(native, **options))(given), given, **options)
 
 
-def test_a_query_that_sees_nothing_gets_zeros():
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("batch", [1, 3, 16])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size"), [(8, 8, 64), (64, 8, 64), (9, 3, 128), (16, 1, 256)]
+)
+def test_sinks_match_xla(heads, kv_heads, size, batch, dtype):
+    """One split and several, of which some see no slot."""
+    for seed, (slots, window) in enumerate([(7, None), (256, 1), (1000, None), (4096, 128)]):
+        given = problem(batch, heads, kv_heads, size, slots, dtype, seed)
+        given = given._replace(sinks=sinks_of(heads, seed))
+        options: dict[str, Any] = {"window": window, "scale": size**-0.5, "pairs": "halves"}
+        assert_right(jax.jit(functools.partial(native, **options))(given), given, **options)
+
+
+def sinks_of(heads, seed):
+    """Sinks of all magnitudes beside the scores, one without weight."""
+    sinks = 3 * normal(heads, dtype="float32", seed=seed)
+    return sinks.at[0].set(20).at[-1].set(-jnp.inf)
+
+
+def test_sinks_take_their_part_of_the_weights():
+    """Once, in one split and in several: scores and values are 0 and 1."""
+    for batch, slots in ((1, 16), (1, 8000), (16, 500), (64, 100)):
+        given = problem(batch, 8, 2, 64, slots, "float16")
+        given = given._replace(
+            query=0 * given.query,
+            value=jnp.ones_like(given.value),
+            values=jnp.ones_like(given.values),
+            sinks=jnp.log(jnp.arange(8, dtype=jnp.float32) * slots),
+        )
+        out = np.float32(jax.jit(native)(given)[0])
+        expected = np.broadcast_to(1 / (1 + np.arange(8)[None, :, None]), out.shape)
+        np.testing.assert_allclose(out, expected, rtol=2e-3)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_a_query_that_sees_nothing_gets_zeros(sinks):
     given = problem(2, 32, 8, 128, 1024, "bfloat16")
+    given = given._replace(sinks=sinks_of(32, 0) if sinks else None)
     given = jax.tree.map(lambda x: x * jnp.nan if x.dtype == jnp.bfloat16 else x, given)
     none = jnp.full((2, 1024), -1)
     for position, held in ((-1, given.positions), (9, none)):
@@ -159,6 +197,54 @@ def test_runs_repeat_their_bits():
     one = np.asarray(program(given)[0]).tobytes()
     for _ in range(100):
         assert np.asarray(program(given)[0]).tobytes() == one
+
+
+def test_runs_with_sinks_and_biases_repeat_their_bits():
+    given = problem(3, 32, 8, 128, 4000, "bfloat16")
+    given = given._replace(sinks=sinks_of(32, 1), biases=biases_of(given))
+    program = jax.jit(functools.partial(native, scale=0.1))
+    one = np.asarray(program(given)[0]).tobytes()
+    for _ in range(100):
+        assert np.asarray(program(given)[0]).tobytes() == one
+
+
+def biases_of(operands):
+    rows = operands[:3]
+    return tuple(normal(*x[0].shape, dtype="float32", seed=i).ravel() for i, x in enumerate(rows))
+
+
+def in_bytes(operands, dtype):
+    """The same with a cache of 8 bits."""
+    rows = [rounded_tokens(x, reach_of(x), jnp.dtype(dtype)) for x in operands[5:7]]
+    scales = tuple(row.scale[..., 0] for row in rows)
+    return operands._replace(keys=rows[0].values, values=rows[1].values, scales=scales)
+
+
+@pytest.mark.parametrize("cache_dtype", [None, "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("batch", [1, 3, 16])
+def test_biases_give_the_bits_of_biased_rows(batch, dtype, cache_dtype):
+    """`Block.heads` rounds biases, and their sums with rows."""
+    sizes = (8, 2, 64, 40), (12, 4, 80, 1000), (16, 1, 128, 300), (4, 2, 256, 65), (64, 8, 64, 2000)
+    for seed, (heads, kv_heads, size, slots) in enumerate(sizes):
+        given = problem(batch, heads, kv_heads, size, slots, dtype, seed, slot=slots // 2)
+        given = given if cache_dtype is None else in_bytes(given, cache_dtype)
+        if seed % 2 == 1:
+            norms = tuple(normal(size, dtype="float32", seed=seed) for seed in (7, 8))
+            given = given._replace(norms=norms)
+        if seed > 2:
+            given = given._replace(sinks=sinks_of(heads, seed))
+        biases = biases_of(given)
+        # Outside of `jit`, so that XLA rounds each sum.
+        rows = [
+            x + bias.astype(x.dtype).reshape(1, *x.shape[1:])
+            for x, bias in zip(given[:3], biases, strict=True)
+        ]
+        run = jax.jit(functools.partial(native, scale=size**-0.5, window=(None, 30)[seed % 2]))
+        found = run(given._replace(biases=biases))
+        wanted = run(given._replace(query=rows[0], key=rows[1], value=rows[2]))
+        for one, other in zip(found, wanted, strict=True):
+            assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
 @pytest.mark.parametrize("size", [64, 128, 96])
@@ -278,6 +364,8 @@ def test_a_cache_in_8_bits(sizes, slot, window, dtype, cache_dtype):
     """Values and scales of the new row are exact, except for the sign of zero. Hidden slots have
     scales NaN."""
     plain = problem(*sizes, dtype=dtype, slot=slot)
+    if sizes[0] > 1:
+        plain = plain._replace(sinks=sinks_of(sizes[1], 0))
     held = plain.positions.at[:, 3:6].set(-1)
     rows = [rounded_tokens(x, reach_of(x), jnp.dtype(cache_dtype)) for x in plain[5:7]]
     hidden_scales = jnp.where(held[..., None] < 0, jnp.nan, 1)
@@ -299,6 +387,7 @@ def test_a_cache_in_8_bits(sizes, slot, window, dtype, cache_dtype):
             codes.astype(jnp.float32) * jnp.nan_to_num(own)[..., None] for codes, own in caches
         ]
         options: dict[str, Any] = {"window": window, "scale": scale, "implementation": "xla"}
+        options["sinks"] = plain.sinks
         results = []
         for values in (floats[1], jnp.abs(floats[1])):
             arrays = q.astype(jnp.float32), floats[0], values, plain.position[:, None], held
@@ -326,7 +415,7 @@ def test_a_decoder_chooses_it(name):
     one = jnp.zeros((2, 1), jnp.int32)
     program = jax.jit(lambda tokens, cache: decoder.forward(tokens, one, cache))
     text = program.lower(one, cache).as_text()
-    together = {"gemma3": "attend", "qwen2": "decode_block"}.get(name, "decode_blocks")
+    together = {"gemma3": "attend"}.get(name, "decode_blocks")
     assert call_names(text).count(together) == (1 if together == "decode_blocks" else config.layers)
     assert "quantized_block" not in call_names(text)
 
@@ -366,11 +455,52 @@ def test_a_decoder_is_unaffected(name, cache_dtype, monkeypatch):
     assert np.abs(ours - of_xla).max() < 0.05 * np.abs(of_xla).max()
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+BIASED = CONFIGS["qwen2"].replace(
+    output_bias=True, sinks=True, window=5, window_layers=(True, False)
+)
+ADDED = {
+    "qwen2": CONFIGS["qwen2"],
+    "biased": BIASED,
+    "normalized": BIASED.replace(qk_norm="head"),
+    "mlp biases": BIASED.replace(mlp_bias=True),  # several calls for each block
+}
+
+
+@pytest.mark.parametrize("cache_dtype", [None, jnp.int8, jnp.float8_e4m3fn])
+@pytest.mark.parametrize("batch", [1, 3, 16])
+@pytest.mark.parametrize("name", ADDED)
+def test_biases_and_sinks_of_a_decoder(name, batch, cache_dtype, monkeypatch):
+    """Logits of tokens processed one at a time."""
+    config = ADDED[name]
+    weights = random(config, INT8)
+    decoder = Decoder(config, weights, dtype=jnp.bfloat16, cache_dtype=cache_dtype)
+
+    def logits(calls):
+        @jax.jit
+        def step(token, position, cache):
+            x, cache = decoder.forward(token, position, cache)
+            return decoder.logits(x), cache
+
+        cache, found = decoder.make_cache(batch, 256), []
+        one = jnp.zeros((batch, 1), jnp.int32)
+        assert set(calls) <= set(call_names(step.lower(one, one, cache).as_text()))
+        for i in range(12):
+            token, position = jnp.full((batch, 1), 3 * i % config.vocabulary), jnp.full_like(one, i)
+            out, cache = step(token, position, cache)
+            found.append(np.asarray(out))
+        return np.stack(found)
+
+    ours = logits(["attend"] if name == "mlp biases" else ["decode_blocks"])
+    monkeypatch.setattr(attention, "native", lambda *_: False)
+    of_xla = logits([])
+    assert np.abs(ours - of_xla).max() < 0.05 * np.abs(of_xla).max()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "biased", "qwen3"])
 def test_blocks_in_one_call_give_the_bits_of_a_call_each(name, monkeypatch):
     """Attention starts while the kernels of the block before run."""
-    config = CONFIGS[name].replace(layers=5)
-    decoder = init(config, INT8, dtype=jnp.bfloat16).decoder
+    config = (CONFIGS | ADDED)[name].replace(layers=5, window_layers=())
+    decoder = Decoder(config, random(config, INT8), dtype=jnp.bfloat16)
 
     def logits(calls):
         @functools.partial(jax.jit, donate_argnums=2)
@@ -409,6 +539,9 @@ def test_blocks_in_one_call_give_the_bits_of_a_call_each(name, monkeypatch):
         ({"slot": ((1,), "int32")}, r"slot has shape \[1\] but must be \[\]"),
         ({"position": ((3,), "int32")}, r"position has shape \[3\] but must be \[batch\] = \[2\]"),
         ({"positions": ((2, 64), "uint32")}, "positions is u32 but must be s32"),
+        ({"query_bias": ((64,), "float32")}, r"query_bias has shape \[64\] but must have heads"),
+        ({"value_bias": ((65,), "float32")}, r"value_bias has shape \[65\] but must have kv_heads"),
+        ({"sinks": ((2,), "float32")}, r"sinks has shape \[2\] but must have heads = 4"),
         ({"query": ((2, 3, 32), "bfloat16")}, "query has 3 heads and keys have 2 but"),
         ({"query": ((2, 34, 32), "bfloat16")}, "query has 34 heads and keys have 2 but from 1 to"),
         ({"reach": 65}, "reach is 65 but must be from 0 to the 64 slots"),
@@ -429,6 +562,10 @@ def test_invalid_statistics_raise(changes, message):
         "slot": ((), "int32"),
         "position": ((2,), "int32"),
         "positions": ((2, 64), "int32"),
+        "query_bias": ((128,), "float32"),
+        "key_bias": ((64,), "float32"),
+        "value_bias": ((64,), "float32"),
+        "sinks": ((4,), "float32"),
     }
     options: dict[str, Any] = {"reach": 64, "window": None}
     options |= {name: changes[name] for name in changes.keys() & options.keys()}
@@ -436,8 +573,9 @@ def test_invalid_statistics_raise(changes, message):
     q, k, v, cos, sin, q_norm, k_norm, keys, values, *numbers = (
         jnp.zeros(shape, jnp.dtype(dtype)) for shape, dtype in specs.values()
     )
-    slot, position, positions = numbers
+    slot, position, positions, *biases, sinks = numbers
     cache = keys, values, slot, position, positions
-    operands = Operands(q, k, v, (cos, sin), (q_norm, k_norm), *cache)
+    added = {"biases": tuple(biases), "sinks": sinks}
+    operands = Operands(q, k, v, (cos, sin), (q_norm, k_norm), *cache, **added)
     with pytest.raises(jax.errors.JaxRuntimeError, match=rf"attend: {message}.*\."):
         jax.block_until_ready(native(operands, **options))

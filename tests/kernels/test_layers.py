@@ -1,5 +1,6 @@
 """Calls joined to one, run by the CPU handler; a decoder with its blocks in one call."""
 
+import functools
 import types
 from typing import Any
 
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decoders import CONFIGS, TINY
+from decoders import CONFIGS, TINY, random
 from jax import lax
 
 from jaxlowbit import INT8, Format, quantize, quantized_moe
@@ -17,12 +18,12 @@ from jaxlowbit._backends.call import Call, stored_weight
 from jaxlowbit._backends.layers import Layer, run_layers
 from jaxlowbit._composite import decode_block
 from jaxlowbit._composite.block import quantized_block
+from jaxlowbit._composite.mlp import quantized_mlp
 from jaxlowbit._composite.normalized import normalized_matmuls
 from jaxlowbit._composite.rms_norm import rms_norm
 from jaxlowbit._llm import attention, block_steps, experts, rope
 from jaxlowbit._llm.cache import make_cache
-from jaxlowbit._matmul.api import quantized_matmul
-from jaxlowbit.llm import Config, init
+from jaxlowbit.llm import Config, Decoder
 
 D, HIDDEN = 64, 128
 INT4_G32 = Format(4, group_size=32)
@@ -92,7 +93,10 @@ def test_wrong_layers_raise(numbers, message):
 def attend(operands: Any, options):
     """`cuda_attend.attend` in XLA."""
     shape = operands.keys.shape
-    q, k, v = (x.reshape(shape[0], 1, -1, shape[3]) for x in operands[:3])
+    new = [x.reshape(shape[0], -1) for x in operands[:3]]
+    if operands.biases:
+        new = [x + bias.astype(x.dtype)[None] for x, bias in zip(new, operands.biases, strict=True)]
+    q, k, v = (x.reshape(shape[0], 1, -1, shape[3]) for x in new)
     if operands.norms is not None:
         norms = operands.norms
         q, k = (rms_norm(x, n, options.epsilon) for x, n in zip((q, k), norms, strict=True))
@@ -105,13 +109,13 @@ def attend(operands: Any, options):
     position, held = operands.position[:, None], operands.positions
     sizes = {"window": options.window, "scale": options.scale, "reach": options.reach}
     arrays = q, caches[0], caches[1], position, held
-    out = attention.attend(*arrays, implementation="xla", **sizes)
+    out = attention.attend(*arrays, implementation="xla", sinks=operands.sinks, **sizes)
     return out.reshape(operands.query.shape), *caches
 
 
 def decode_layers(layers: Any, residual, *, activation, epsilon, devices):
     """`decode_block.decode_layers`, layer by layer."""
-    assert devices == () and len(layers) > 1
+    assert devices == ()
     caches, y = [], residual
     products: Any = layers[0].attention[:3]
     for layer in layers:
@@ -119,31 +123,44 @@ def decode_layers(layers: Any, residual, *, activation, epsilon, devices):
         operands = layer.attention._replace(query=query, key=key, value=value)
         attended, *cache = attend(operands, layer.attending)
         caches.append(cache)
-        attended = attended.reshape(len(y), -1)
         out, gate_up, down, *following = layer.weights
+        options: dict[str, Any] = {"activation": activation, "epsilon": epsilon}
+        options |= {"norm": layer.norm, "gate_up": gate_up, "down": down}
+        attended = attended.reshape(len(y), -1)
+        onward = None if not following else (layer.following_norm, following)
         if layer.mixture is not None:
-            y, products = with_experts(layer, attended, y, activation, epsilon)
-            continue
-        found = quantized_block(
-            attended,
-            y,
-            out=out,
-            norm=layer.norm,
-            gate_up=gate_up,
-            down=down,
-            following=None if not following else (layer.following_norm, following),
-            activation=activation,
-            epsilon=epsilon,
-        )
+            found = block_with_experts(layer, attended, y, activation, epsilon)
+        elif layer.out_bias is None:
+            found = quantized_block(attended, y, out=out, following=onward, **options)
+        else:
+            found = biased_block(attended, y, out, layer.out_bias, onward, **options)
         y, products = found if following else (found, ())
     return caches, y, products
 
 
-def with_experts(layer: Any, attended, residual, activation, epsilon):
-    """A layer with a mixture, from the result of its attention on."""
+def biased_block(
+    attended, residual, out, bias, onward, *, activation, epsilon, norm, gate_up, down
+):
+    """`quantized_block` with a bias of `out`."""
+    y = residual + (attended @ out + bias.astype(residual.dtype)[None])
+    mlp = quantized_mlp(
+        rms_norm(y, norm, epsilon), gate_up=gate_up, down=down, activation=activation
+    )
+    y = y + mlp
+    if onward is None:
+        return y
+    normed = rms_norm(y, onward[0], epsilon)
+    return y, tuple(normed @ weight for weight in onward[1])
+
+
+def block_with_experts(layer: Any, attended, residual, activation, epsilon):
+    """`quantized_block` with a mixture of experts."""
     out, gate_up, down, *following = layer.weights
     router, *biases = layer.mixture
-    y = residual + quantized_matmul(attended, out)
+    added = attended @ out
+    if layer.out_bias is not None:
+        added += layer.out_bias.astype(added.dtype)[None]
+    y = residual + added
     x = rms_norm(y, layer.norm, epsilon)
     config: Any = types.SimpleNamespace(
         experts_per_token=router.top, normalized_experts=router.normalized
@@ -154,56 +171,65 @@ def with_experts(layer: Any, attended, residual, activation, epsilon):
         x, expert[:, 0], weight[:, 0], gate_up, down, activation=activation, **options
     )
     if not following:
-        return y + mixed, ()
+        return y + mixed
     return normalized_matmuls(y, mixed, layer.following_norm, following, epsilon=epsilon)
 
 
-MIXTURE = Config(
-    "mixtral", **TINY, experts=8, experts_per_token=3, router_bias=True, mlp_bias=True,
-    normalized_experts=False,
-)  # fmt: skip
+BIASED = CONFIGS["qwen2"].replace(output_bias=True, sinks=True, window=2)
+DECODERS = {
+    "qwen3": CONFIGS["qwen3"],
+    "qwen2": CONFIGS["qwen2"],
+    "sinks": BIASED,
+    "head norms": BIASED.replace(qk_norm="head"),
+    "experts": Config(
+        "mixtral", **TINY, experts=8, experts_per_token=3, router_bias=True, mlp_bias=True,
+        normalized_experts=False,
+    ),
+    "gpt_oss": Config(
+        "gpt_oss", **TINY, experts=8, experts_per_token=2, attention_bias=True, output_bias=True,
+        mlp_bias=True, router_bias=True, sinks=True, activation="gpt_oss", window=2,
+    ),
+    # XLA adds the biases.
+    "all norms": BIASED.replace(qk_norm="all", output_bias=False),
+}  # fmt: skip
 
 
-@pytest.fixture
-def steps(monkeypatch):
-    """Returns a function that gives the logits and the cache of three decode steps, with all blocks
-    together or in a call each."""
-    monkeypatch.setattr(attention, "choose", lambda *args, **sizes: "native")
+@pytest.mark.parametrize("name", DECODERS)
+def test_blocks_together_give_the_bits_of_a_call_each(name, monkeypatch):
+    config = DECODERS[name]
+    windows = {"window_layers": (True, False, True)} if config.window else {}
+    config = config.replace(layers=3, **windows)
+    decoder = Decoder(config, random(config, INT8), dtype=jnp.bfloat16)
+    chosen, calls = "native", []
+
+    def run(layers, *args, **options):
+        calls.append(len(layers))
+        return decode_layers(layers, *args, **options)
+
+    monkeypatch.setattr(attention, "choose", lambda *args, **sizes: chosen)
     monkeypatch.setattr(cuda_attend, "attend", attend)
-    monkeypatch.setattr(decode_block, "decode_layers", decode_layers)
+    monkeypatch.setattr(decode_block, "decode_layers", run)
     monkeypatch.setattr(decode_block, "unsupported", lambda *_: None)
 
-    def run(config, dtype, *, together):
-        decoder = init(config, INT8, dtype=dtype).decoder
-
-        @jax.jit
+    def logits():
+        @functools.partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
         def step(token, position, cache):
             x, cache = decoder.forward(token, position, cache)
             return decoder.logits(x), cache
 
-        cache, found = make_cache(config, 2, 64, dtype), []
-        with monkeypatch.context() as patch:
-            if not together:
-                patch.setattr(block_steps, "together", lambda *_: 0)
-            for i in range(3):
-                token, position = jnp.full((2, 1), 3 * i), jnp.full((2, 1), i)
-                out, cache = step(token, position, cache)
-                found.append(np.asarray(out))
-        return [np.stack(found), *map(np.asarray, jax.tree.leaves(cache))]
+        cache, found = make_cache(config, 2, 64, jnp.bfloat16), []
+        for i in range(3):
+            token, position = jnp.full((2, 1), 3 * i), jnp.full((2, 1), i)
+            out, cache = step(token, position, cache)
+            found.append(np.asarray(out))
+        return np.stack(found), jax.tree.map(np.asarray, cache)
 
-    return run
-
-
-def test_blocks_together_give_the_bits_of_a_call_each(steps):
-    config = CONFIGS["qwen3"].replace(layers=3)
-    found = (steps(config, jnp.dtype("bfloat16"), together=together) for together in (True, False))
-    for one, other in zip(*found, strict=True):
+    together = logits()
+    assert set(calls) == ({1} if name == "all norms" else {config.layers})
+    monkeypatch.setattr(block_steps, "together", lambda *_: 0)
+    alone = logits()
+    for one, other in zip(jax.tree.leaves(together), jax.tree.leaves(alone), strict=True):
         assert one.tobytes() == other.tobytes()
-
-
-def test_blocks_with_experts_together_give_the_numbers_of_a_call_each(steps):
-    """In float32: XLA does not always round the rows of a router to bfloat16."""
-    config = MIXTURE.replace(layers=3)
-    found = (steps(config, jnp.dtype("float32"), together=together) for together in (True, False))
-    for one, other in zip(*found, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(other).max())
+    chosen = "xla"
+    for one, other in zip(jax.tree.leaves(alone), jax.tree.leaves(logits()), strict=True):
+        np.testing.assert_array_equal(one, other)

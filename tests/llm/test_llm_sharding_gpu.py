@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from decoders import random
 from flax import nnx
 from helpers import call_names
 
@@ -65,6 +66,18 @@ def test_bfloat16_gives_the_tokens_of_one_device_but_for_rounding(batch, mesh):
         rows = rows[len(prompt) - 1 : -1]
         drawn = rows[np.arange(len(rows)), result.tokens]
         assert (rows.max(axis=-1) - drawn).max() < 2 * slack
+
+
+@pytest.mark.parametrize("batch", [1, 16])
+def test_each_device_has_the_biases_and_sinks_of_its_heads(batch, mesh):
+    config = CONFIG.replace(attention_bias=True, sinks=True, window=24)
+    decoder = Decoder(config, random(config, INT4), dtype=jnp.bfloat16)
+    two = shard(LanguageModel(decoder), mesh)
+    result = generate(two, PROMPTS[:batch], max_new_tokens=24)[0]
+    # Prompts are computed by XLA.
+    rows = logits(decoder, [[*PROMPTS[0], *result.tokens]])[0, len(PROMPTS[0]) - 1 : -1]
+    drawn = rows[np.arange(24), result.tokens]
+    assert (rows.max(axis=-1) - drawn).max() < 2 * NEAR * np.abs(rows).max()
 
 
 def test_two_runs_give_the_same_bits(mesh):
