@@ -38,7 +38,6 @@ QuantizedMatmul BlocksOf(const QuantizedMatmul& problem, int block_m) {
   if (!problem.is_ragged()) return problem;
   QuantizedMatmul blocks = problem;
   blocks.groups_of_rows = 0;
-  blocks.of_blocks = true;
   blocks.batch = ExpectedBlocks(problem, block_m);
   blocks.num_weights = blocks.batch * problem.weights_per_element();
   blocks.m = block_m;

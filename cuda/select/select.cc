@@ -3,7 +3,7 @@
 #include "cuda/select/select.h"
 
 #include <algorithm>
-#include <cstdlib>
+#include <cmath>
 #include <cstring>
 #include <iterator>
 #include <limits>
@@ -142,26 +142,25 @@ struct RaggedChoice {
   double computed;
 };
 
-// Choices of qmm_sm90_stream, preferred ones first: the smallest blocks, in tiles of 4 slices, or of 8 if each CTA has
-// several of them.
+// Choices of qmm_sm90_stream, preferred ones first: the smallest blocks, and CTAs that read about kPreferredKilobytes,
+// since larger ones leave more multiprocessors idle at the end, and smaller ones start and end more often.
 std::vector<RaggedChoice> RaggedStreamChoices(const QuantizedMatmul& problem,
                                               const Device& device) {
-  constexpr int kManyTiles = 4;  // of a CTA
+  constexpr double kPreferredKilobytes = 128;
+  const double per_slice = static_cast<double>(problem.k_blocks() * kAtom * problem.bits) / 8 *
+                           sm90_stream::kSliceRows / 1000;
+  const auto distance = [&](const Choice& choice) {
+    return std::abs(std::log(per_slice * choice.slices / choice.split_k / kPreferredKilobytes));
+  };
   std::vector<RaggedChoice> found;
   for (int block_m : kStreamBlocks) {
     const QuantizedMatmul blocks = BlocksOf(problem, block_m);
     if (!Supports(Kernel::kQmmSm90Stream, blocks, device)) continue;
-    const int64_t tiles = blocks.batch * blocks.strips() / 2;  // of 8 slices, two strips
-    const bool has_many =
-        tiles >= int64_t{kManyTiles} * sm90_stream::kMaxCtasPerSm * device.num_sms;
-    const int preferred = has_many ? 8 : 4;
     std::vector<Choice> choices = sm90_stream::Choices(blocks);
     std::stable_sort(choices.begin(), choices.end(), [&](const Choice& left, const Choice& right) {
-      return std::abs(left.slices - preferred) < std::abs(right.slices - preferred);
+      return distance(left) < distance(right);
     });
     for (Choice& choice : choices) {
-      // One tile at a time, with work for all warps.
-      if (sm90_stream::kMaxTileSlices % choice.slices != 0) continue;
       if (!sm90_stream::SupportsChoice(choice, blocks, device, 0)) continue;
       const double cost = sm90_stream::RaggedCost(blocks, device, choice);
       choice.block_m = block_m;
