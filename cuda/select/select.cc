@@ -154,6 +154,7 @@ std::vector<RaggedChoice> RaggedStreamChoices(const QuantizedMatmul& problem,
   };
   std::vector<RaggedChoice> found;
   for (int block_m : kStreamBlocks) {
+    if (problem.listed_per_row > 0 && block_m > 1) break;
     const QuantizedMatmul blocks = BlocksOf(problem, block_m);
     if (!Supports(Kernel::kQmmSm90Stream, blocks, device)) continue;
     std::vector<Choice> choices = sm90_stream::Choices(blocks);
@@ -204,9 +205,11 @@ std::vector<RaggedChoice> RaggedGeneralChoices(const QuantizedMatmul& problem,
 Choice SelectRagged(const QuantizedMatmul& problem, const Device& device) {
   constexpr double kSame = 0.97;
   std::vector<RaggedChoice> choices = RaggedStreamChoices(problem, device);
-  const std::vector<RaggedChoice> tiles = RaggedTileChoices(problem, device);
-  choices.insert(choices.end(), tiles.begin(), tiles.end());
-  if (choices.empty()) choices = RaggedGeneralChoices(problem, device);
+  if (problem.listed_per_row == 0) {
+    const std::vector<RaggedChoice> tiles = RaggedTileChoices(problem, device);
+    choices.insert(choices.end(), tiles.begin(), tiles.end());
+    if (choices.empty()) choices = RaggedGeneralChoices(problem, device);
+  }
   Choice best;
   double min_cost = std::numeric_limits<double>::infinity();
   const double read = ReadCost(problem, device);
@@ -349,6 +352,21 @@ Support Supports(const Choice& choice, const QuantizedMatmul& problem, const Dev
   const Support support = Supports(choice.kernel, problem, device);
   if (!support) return support;
   return DecisionOf(choice.kernel).supports_choice(choice, problem, device, workspace_bytes);
+}
+
+bool PrefersList(const std::vector<QuantizedMatmul>& products, const Device& device) {
+  constexpr int64_t kMaxListed = 64;
+  constexpr double kGrouping = 6;  // microseconds of a kernel that groups rows
+  double read_again = 0;
+  for (QuantizedMatmul listed : products) {
+    if (listed.m < 1 || listed.m > kMaxListed) return false;
+    if (!Supports(Kernel::kQmmSm90Stream, listed, device)) return false;
+    const double read_once = ReadCost(listed, device);
+    listed.listed_per_row = 1;
+    if (RaggedStreamChoices(listed, device).empty()) return false;
+    read_again += ReadCost(listed, device) - read_once;
+  }
+  return read_again < kGrouping;
 }
 
 double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& choice,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The schedule of ragged products whose CTAs have one block of rows each. Groups and blocks are those of ragged.cuh. The
+// The schedule of ragged products whose CTAs have one block of rows each. Groups and blocks are as in ragged.cuh. The
 // grid has an element for each block that there may be, since it does not depend on the sizes, and each CTA finds its
 // element's block by prefix sums. Every CTA begins with this, so it is little work for one warp: sizes are loaded once,
 // 4 for each lane, and stay in registers.
@@ -10,13 +10,17 @@
 //
 //   elements   │ 0 │ 1 │   │ 2 │ 3 │   │ 4 │ 5 │   │     6 blocks of 9
 //
-// Blocks of a group vary fastest in the order of its CTAs, then columns: CTAs that share weights run at the same time and
-// find them in L2, also if an expert does not fit there.
+// Blocks of a group vary fastest in the order of its CTAs, then columns: CTAs that share weights run at the same time
+// and find them in L2, also if an expert does not fit there.
+//
+// Listed. The expert of each row is given instead of sizes: each row is a block, and elements are rows. Rows of other
+// experts are not stored. The list was complete before the previous kernel started.
 #pragma once
 
 #include <cstdint>
 
 #include "cuda/device/divide.cuh"
+#include "cuda/device/schedule/local_experts.cuh"
 #include "cuda/device/schedule/ragged.cuh"
 
 namespace jaxlowbit {
@@ -30,6 +34,8 @@ struct BlockParams {
   int rows;     // of lhs
   int shift;    // a block is up to 2^shift rows
   WideDivider elements;
+  const int32_t* list;   // the group of each row; null: rows are sorted by group
+  Divider rows_per_lhs;  // rows that share a row of lhs; 1 without a list
 };
 
 // The place of a CTA in the grid: its element, and its cluster among those of the element.
@@ -51,8 +57,8 @@ struct Totals {
   int rows, before, local, blocks;
 };
 
-// The groups of a lane: the row at which each begins (the last one ends at begin[kPerLane]), the blocks of each, and the
-// first block of all.
+// The groups of a lane: the row at which each begins (the last one ends at begin[kPerLane]), the blocks of each, and
+// the first block of all.
 struct LaneGroups {
   int begin[ragged::kPerLane + 1], blocks[ragged::kPerLane], first;
 };
@@ -110,6 +116,12 @@ __device__ inline RaggedTile TileOf(const BlockParams& p, const GridPlace& place
 }
 
 }  // namespace blocks
+
+// The block of a CTA's row, with a list. A negative expert: not local.
+__device__ inline RaggedTile ListedBlock(const BlockParams& p, const GridPlace& place) {
+  const int expert = LocalExperts(p.experts, p.offset).Position(p.list[place.element]);
+  return {expert < p.experts ? expert : -1, place.cluster, place.element, place.element + 1};
+}
 
 // Finds the block of a CTA's element. Called by a warp after the previous kernels have ended. Calls store(RaggedTile)
 // in one lane; if the element has no block, with a negative expert, and also calls zero(ZeroRows) in all lanes.

@@ -152,8 +152,7 @@ class StageFiller {
   // Activations of a whole stage are one load: columns beyond k are zeros.
   __device__ void FillLhs(int stage, int slot) const {
     if (I::kLhsPath == LhsPath::kStages && lane_ == 0) {
-      TmaLoad(memory_.stage(p_.plan, slot), &p_.lhs, 0,
-              static_cast<int>(ScheduleOf<I>(p_, memory_).Row(share_.batch, 0)),
+      TmaLoad(memory_.stage(p_.plan, slot), &p_.lhs, 0, LhsRow<I>(p_, share_, memory_),
               share_.atom_begin + (stage << p_.plan.stage_shift), memory_.full(slot));
     }
   }

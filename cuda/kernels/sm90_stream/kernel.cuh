@@ -173,14 +173,19 @@ __device__ void StoreZeros(const Params& p, const ZeroRows& zeros) {
 template <class I>
 __device__ bool HasBlock(const Params& p, Memory memory) {
   if (threadIdx.x >= kConsumerThreads) {
-    WaitForPreviousKernels();  // they may have written the sizes
     const int shift = p.plan.cluster_shift;
     const GridPlace place = {static_cast<int>(blockIdx.z * gridDim.y + blockIdx.y),
                              static_cast<int>(blockIdx.x) >> shift,
                              static_cast<int>(gridDim.x) >> shift};
-    FindBlock(
-        p.blocks, place, [&](const RaggedTile& block) { memory.StoreBlock(block); },
-        [&](const ZeroRows& zeros) { StoreZeros<I>(p, zeros); });
+    const auto store = [&](const RaggedTile& block) { memory.StoreBlock(block); };
+    if (p.blocks.list != nullptr) {
+      const RaggedTile block = ListedBlock(p.blocks, place);
+      if (threadIdx.x == kConsumerThreads) store(block);
+      if (block.expert < 0) WaitForPreviousKernels();  // so that kernels end in launch order
+    } else {
+      WaitForPreviousKernels();  // they may have written the sizes
+      FindBlock(p.blocks, place, store, [&](const ZeroRows& zeros) { StoreZeros<I>(p, zeros); });
+    }
   }
   __syncthreads();
   return memory.LoadBlock().expert >= 0;

@@ -81,6 +81,7 @@ BlockParams BlockParamsOf(const QuantizedMatmul& problem, int block_m, int64_t e
   blocks.rows = static_cast<int>(problem.m);
   while (1 << blocks.shift < block_m) ++blocks.shift;
   blocks.elements = WideDivideBy(elements);
+  blocks.rows_per_lhs = DivideBy(std::max<int64_t>(problem.listed_per_row, 1));
   return blocks;
 }
 
@@ -90,7 +91,8 @@ class StreamLaunch final : public KernelLaunch {
       : count_(step.products.size()),
         function_(function),
         cluster_ctas_(step.choice.split_k),
-        pdl_(step.problem.pdl) {
+        pdl_(step.problem.pdl),
+        is_listed_(step.problem.listed_per_row > 0) {
     const QuantizedMatmul& problem = step.problem;
     const Choice& choice = step.choice;
     const QuantizedMatmul blocks = BlocksOf(problem, choice.block_m);
@@ -104,10 +106,11 @@ class StreamLaunch final : public KernelLaunch {
       const int64_t most = MaxBlocks(problem, choice.block_m), y = std::min(most, kMaxGridY);
       grid_.y = static_cast<unsigned>(y), grid_.z = static_cast<unsigned>(CeilDiv(most, y));
       params_.blocks = BlockParamsOf(problem, choice.block_m, int64_t{grid_.y} * grid_.z);
-      params_.prologue_stages = 2;  // sizes, which all loads depend on, come from previous kernels
+      // Sizes, which all loads depend on, come from previous kernels.
+      if (problem.listed_per_row == 0) params_.prologue_stages = 2;
     }
-    lhs_ = ShapeOfMatrix(problem.lhs, problem.batch * problem.m, problem.k, params_.plan.lhs_rows,
-                         params_.plan.stage_atoms);
+    lhs_ = ShapeOfMatrix(problem.lhs, problem.batch * problem.lhs_rows(), problem.k,
+                         params_.plan.lhs_rows, params_.plan.stage_atoms);
   }
 
   cudaError_t Launch(const Buffers* products, cudaStream_t stream) const override {
@@ -117,7 +120,7 @@ class StreamLaunch final : public KernelLaunch {
     p.permutation = first.permutation;
     p.epilogue.bias = first.bias;
     p.epilogue.residual = p.apply_lhs_scale ? first.lhs_scale : first.residual;
-    p.blocks.sizes = first.group_sizes;
+    (is_listed_ ? p.blocks.list : p.blocks.sizes) = first.group_sizes;
     p.blocks.offset = first.group_offset;
     for (size_t i = 0; i < count_; ++i) {
       const Buffers& b = products[i];
@@ -140,7 +143,7 @@ class StreamLaunch final : public KernelLaunch {
   const size_t count_;  // of products
   const void* const function_;
   const int cluster_ctas_;
-  const bool pdl_;
+  const bool pdl_, is_listed_;
   Params params_;
   dim3 grid_;
   TensorShape lhs_;

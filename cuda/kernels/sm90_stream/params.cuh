@@ -196,6 +196,13 @@ __device__ auto ScheduleOf(const Params& p, Memory memory) {
   }
 }
 
+// The row of lhs for row 0 of a CTA.
+template <class I>
+__device__ int LhsRow(const Params& p, const Share& share, Memory memory) {
+  const int row = static_cast<int>(ScheduleOf<I>(p, memory).Row(share.batch, 0));
+  return I::kRagged ? p.blocks.rows_per_lhs.Divide(row) : row;
+}
+
 // Slice `number` of a tile in warp order, two per warp. In a gated product a warp's two slices are the same channels of
 // the gate and of up.
 __device__ inline int TileSlice(const Params& p, int number) {
