@@ -52,7 +52,7 @@ inline int64_t GroupValues(const QuantizedMatmul& p) {
 // Here and below, `B` is a BasicBuffers.
 template <typename B>
 auto LhsExtent(const QuantizedMatmul& p, const B& b) {
-  return MakeExtent(b.lhs, p.batch * p.m * p.lhs_columns() * SizeOf(p.lhs));
+  return MakeExtent(b.lhs, p.batch * p.lhs_rows() * p.lhs_columns() * SizeOf(p.lhs));
 }
 template <typename B>
 auto PackedExtent(const QuantizedMatmul& p, const B& b) {
@@ -95,7 +95,7 @@ auto OperandExtents(const QuantizedMatmul& p, const B& b, bool in_place) {
                     ZeroExtent(p, b),
                     PermutationExtent(p, b),
                     or_none(b.index, weights * 4),
-                    or_none(b.group_sizes, p.groups_of_rows * 4),
+                    or_none(b.group_sizes, p.group_numbers() * 4),
                     or_none(b.group_offset, 4),
                     or_none(b.bias, p.biases() * p.n * SizeOf(e.bias)),
                     or_none(b.residual, overwritten ? 0 : rows * p.n * SizeOf(e.residual)),

@@ -45,6 +45,10 @@ struct QuantizedMatmul {
   // Weights that one batch element multiplies; strips (64 output channels) of all these weights.
   constexpr int64_t weights_per_element() const { return epilogue.gated ? 2 : 1; }
   constexpr bool is_ragged() const { return groups_of_rows > 0; }
+  // Rows of lhs of a batch element.
+  constexpr int64_t lhs_rows() const { return listed_per_row > 0 ? m / listed_per_row : m; }
+  // Numbers in Buffers::group_sizes.
+  constexpr int64_t group_numbers() const { return listed_per_row > 0 ? m : groups_of_rows; }
   // Weights, or gated pairs, of a ragged product.
   constexpr int64_t experts() const { return num_weights / weights_per_element(); }
   // Rows of a bias.

@@ -3,7 +3,6 @@
 #include "xla_ffi/cuda_experts.h"
 
 #include <string>
-#include <utility>
 
 #include "cuda/limits.h"
 #include "cuda/ops/combine_choices.h"
@@ -13,35 +12,11 @@
 namespace jaxlowbit {
 namespace {
 
-// The memory of each expert, [experts, bytes], by address.
-struct MemoryAddress {
-  Address data;
-  int64_t bytes;
-};
-
-// The weights of ragged products, those of the first product first.
-std::vector<MemoryAddress> MemoriesOf(const std::vector<PlannedProduct>& products) {
-  std::vector<MemoryAddress> memories;
-  for (const auto& [p, b] : products) {
-    const int64_t values = GroupValues(p);
-    const MemoryAddress of_weight[] = {{b.packed, PackedBytes(p)},
-                                       {b.scale, values * p.scale_bytes()},
-                                       {b.zero, values * p.zero_bytes()}};
-    for (const auto& [data, bytes] : of_weight) {
-      for (int64_t i = 0; i < p.weights_per_element() && bytes > 0; ++i) {
-        memories.push_back({Offset(data, i * p.experts() * bytes), bytes});
-      }
-    }
-  }
-  return memories;
-}
-
 class GroupStep final : public LoadedStep {
  public:
   // The pointers of `group` are not set.
-  GroupStep(const GroupChoices& group, const ExpertAddresses& addresses,
-            std::vector<MemoryAddress> memories)
-      : group_(group), at_(addresses), memories_(std::move(memories)) {}
+  GroupStep(const GroupChoices& group, const ExpertAddresses& addresses)
+      : group_(group), at_(addresses) {}
 
   cudaError_t Run(void* const* pointers, cudaStream_t stream) const override {
     GroupChoices group = group_;
@@ -51,16 +26,12 @@ class GroupStep final : public LoadedStep {
     group.sizes = static_cast<int32_t*>(PointerTo(at_.sizes, pointers));
     group.place = static_cast<int32_t*>(PointerTo(at_.place, pointers));
     group.rows = PointerTo(at_.out, pointers);
-    for (size_t i = 0; i < memories_.size(); ++i) {
-      group.memories[i] = {PointerTo(memories_[i].data, pointers), memories_[i].bytes};
-    }
     return LaunchGroupChoices(group, stream);
   }
 
  private:
   const GroupChoices group_;
   const ExpertAddresses at_;
-  const std::vector<MemoryAddress> memories_;
 };
 
 class CombineStep final : public LoadedStep {
@@ -73,6 +44,8 @@ class CombineStep final : public LoadedStep {
     CombineChoices combine = combine_;
     combine.rows = static_cast<const float*>(PointerTo(at_.x, pointers));
     combine.place = static_cast<const int32_t*>(PointerTo(at_.place, pointers));
+    combine.expert = static_cast<const int32_t*>(PointerTo(at_.expert, pointers));
+    combine.offset = static_cast<const int32_t*>(PointerTo(at_.offset, pointers));
     combine.weight = PointerTo(at_.scales, pointers);
     combine.out = PointerTo(at_.out, pointers);
     return LaunchCombineChoices(combine, stream);
@@ -129,9 +102,7 @@ ffi::Error CheckBuffer(const std::string& name, const ffi::AnyBuffer& buffer, ff
 
 }  // namespace
 
-ffi::Error LoadGroup(const Call& call, const Step& step, const ExpertAddresses& addresses,
-                     const std::vector<PlannedProduct>& products, bool pdl,
-                     std::unique_ptr<const LoadedStep>* loaded) {
+ffi::Error CheckGroup(const Call& call, const Step& step) {
   for (int64_t place : {step.x, step.expert, step.sizes, step.place, step.out}) {
     if (place == 0) return InvalidArgument("a grouping lacks an operand or a result.");
   }
@@ -162,17 +133,12 @@ ffi::Error LoadGroup(const Call& call, const Step& step, const ExpertAddresses& 
     error = CheckBuffer("offset", call.At(step.offset), ffi::DataType::S32, {1}, "[1]");
   }
   if (error.failure()) return error;
-  const GroupChoices group = {static_cast<int>(tokens), static_cast<int>(top),
-                              static_cast<int>(sizes.dimensions()[0]), columns, pdl};
-  for (const PlannedProduct& product : products) {
-    if (product.problem.is_ragged() && product.problem.experts() == group.experts) continue;
-    return InvalidArgument("a product of grouped rows has other experts than its groups.");
+  const int64_t experts = sizes.dimensions()[0];
+  for (int64_t i = step.first; i < step.first + step.count; ++i) {
+    const QuantizedMatmul& p = call.operands[i].problem;
+    if (p.is_ragged() && p.experts() == experts && p.m == tokens * top) continue;
+    return InvalidArgument("a product of grouped rows has other rows or experts than its groups.");
   }
-  std::vector<MemoryAddress> memories = MemoriesOf(products);
-  if (memories.size() > kMaxExpertMemories) {
-    return InvalidArgument("more than two products multiply grouped rows.");
-  }
-  *loaded = std::make_unique<GroupStep>(group, addresses, std::move(memories));
   return error;
 }
 
@@ -224,8 +190,17 @@ ffi::Error LoadRoute(const Call& call, const Step& step, const RouteAddresses& a
   return error;
 }
 
+std::unique_ptr<const LoadedStep> LoadGroup(const Call& call, const Step& step,
+                                            const ExpertAddresses& addresses, bool pdl) {
+  const auto choices = call.At(step.expert).dimensions();
+  const GroupChoices group = {static_cast<int>(choices[0]), static_cast<int>(choices[1]),
+                              static_cast<int>(call.At(step.sizes).dimensions()[0]),
+                              call.At(step.x).dimensions()[2], pdl};
+  return std::make_unique<GroupStep>(group, addresses);
+}
+
 ffi::Error LoadCombine(const Call& call, const Step& step, const ExpertAddresses& addresses,
-                       std::unique_ptr<const LoadedStep>* loaded) {
+                       int64_t experts, std::unique_ptr<const LoadedStep>* loaded) {
   for (int64_t place : {step.x, step.scales, step.place, step.out}) {
     if (place == 0) return InvalidArgument("a combination lacks an operand or a result.");
   }
@@ -251,8 +226,9 @@ ffi::Error LoadCombine(const Call& call, const Step& step, const ExpertAddresses
                         "[tokens, top]");
   }
   if (error.failure()) return error;
-  const CombineChoices combine = {*weight_type, *out_type, static_cast<int>(tokens),
-                                  static_cast<int>(top), columns};
+  CombineChoices combine = {*weight_type, *out_type, static_cast<int>(tokens),
+                            static_cast<int>(top), columns};
+  combine.experts = static_cast<int>(experts);
   *loaded = std::make_unique<CombineStep>(combine, addresses);
   return error;
 }

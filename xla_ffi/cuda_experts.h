@@ -4,7 +4,6 @@
 #pragma once
 
 #include <memory>
-#include <vector>
 
 #include "cuda/launch.h"
 #include "xla_ffi/call.h"
@@ -20,14 +19,20 @@ struct RouteAddresses {
   Address x, router, bias, expert, weight;
 };
 
-// Check the buffers of a step and load it. `products`: of the grouped rows, in order. `pdl`: the previous kernel in the
-// stream belongs to the call.
-ffi::Error LoadGroup(const Call& call, const Step& step, const ExpertAddresses& addresses,
-                     const std::vector<PlannedProduct>& products, bool pdl,
-                     std::unique_ptr<const LoadedStep>* loaded);
+// Checks the buffers and the products of a group.
+ffi::Error CheckGroup(const Call& call, const Step& step);
+
+// Loads a group that has been checked. `pdl`: the previous kernel in the stream belongs to the call.
+std::unique_ptr<const LoadedStep> LoadGroup(const Call& call, const Step& step,
+                                            const ExpertAddresses& addresses, bool pdl);
+
+// Checks the buffers of a router and loads it.
 ffi::Error LoadRoute(const Call& call, const Step& step, const RouteAddresses& addresses, bool pdl,
                      const Device& device, std::unique_ptr<const LoadedStep>* loaded);
+
+// Checks the buffers of a combination and loads it. Without an address of its places, rows are in the order of choices
+// of `experts` local experts.
 ffi::Error LoadCombine(const Call& call, const Step& step, const ExpertAddresses& addresses,
-                       std::unique_ptr<const LoadedStep>* loaded);
+                       int64_t experts, std::unique_ptr<const LoadedStep>* loaded);
 
 }  // namespace jaxlowbit

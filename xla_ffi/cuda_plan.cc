@@ -161,13 +161,15 @@ class Sequence {
     ffi::Error error = FindWorkspace();
     if (error.success()) error = CheckSteps();
     if (error.failure() || IsEmpty()) return error;
-    error = FindDevices();
+    error = FindList();
+    if (error.success()) error = FindDevices();
     std::vector<PlannedStep> results;
     if (error.success()) error = RedirectResults(&results);
     if (error.failure()) return error;
     for (size_t i = 0; i < call_.products.size(); ++i) {
       products_.push_back(Locate(call_.products[i].places, call_.operands[i]));
     }
+    if (listed_ != nullptr) ListRows();
     for (size_t i = 0; error.success() && i < call_.steps.size(); ++i) error = PlanStep(i);
     return error.failure() ? error : Load(results, "copying ", "results of a call");
   }
@@ -341,6 +343,48 @@ class Sequence {
                        " on CUDA device " + std::to_string(ordinal()));
   }
 
+  // Checks groupings of choices, and finds one that the products do better without. As the first step of a call, it has
+  // operands that are older than the call.
+  ffi::Error FindList() {
+    for (const Step& step : call_.steps) {
+      if (step.kind != StepKind::kGroup) continue;
+      const ffi::Error error = CheckGroup(call_, step);
+      if (error.failure()) return error;
+      const bool first = &step == call_.steps.data() && !started_;
+      if (first && PrefersList(step)) listed_ = &step;
+    }
+    return ffi::Error::Success();
+  }
+
+  bool PrefersList(const Step& step) {
+    std::vector<QuantizedMatmul> products;
+    for (int64_t i = step.first; i < step.first + step.count; ++i) {
+      products.push_back(call_.operands[i].problem);
+    }
+    if (!jaxlowbit::PrefersList(products, *target_.device)) return false;
+    bool aligned = ways_.IsAligned(AddressAt(step.x));
+    for (int64_t i = step.first; i < step.first + step.count; ++i) {
+      const Places& at = call_.products[i].places;
+      for (int64_t place : {at.lhs, at.packed, at.scale, at.zero}) {
+        aligned = aligned && ways_.IsAligned(AddressAt(place));
+      }
+    }
+    return aligned;
+  }
+
+  // Lets products read the experts of the choices, and the rows of tokens instead of their copies.
+  void ListRows() {
+    const int64_t top = call_.At(listed_->expert).dimensions()[1];
+    for (int64_t i = listed_->first; i < listed_->first + listed_->count; ++i) {
+      auto& [p, b] = products_[i];
+      const bool reads_tokens = call_.products[i].places.lhs == listed_->out;
+      p.listed_per_row = reads_tokens ? top : 1;
+      if (reads_tokens) b.lhs = AddressAt(listed_->x);
+      b.group_sizes = AddressAt(listed_->expert);
+      b.group_offset = AddressAt(listed_->offset);
+    }
+  }
+
   // Redirects to the workspace each result that overlaps another result, or a buffer that the same or a later step
   // reads. (PlanProducts does so for the products of one step.) `copies`: of these results, after all steps.
   ffi::Error RedirectResults(std::vector<PlannedStep>* copies) {
@@ -349,6 +393,11 @@ class Sequence {
     std::vector<std::vector<int64_t>> read, written;
     for (const Step& step : steps) {
       read.push_back(PlacesRead(call_, step));
+      if (listed_ != nullptr) {  // later steps read them too
+        for (int64_t place : {listed_->x, listed_->expert, listed_->offset}) {
+          if (place != 0) read.back().push_back(place);
+        }
+      }
       written.push_back(PlacesWritten(call_, step));
     }
     for (size_t i = 0; i < steps.size(); ++i) {
@@ -404,8 +453,10 @@ class Sequence {
       case StepKind::kAttend:
         return Attention();
       case StepKind::kGroup:
+        Group(step);
+        break;
       case StepKind::kCombine:
-        return GroupOrCombine(step);
+        return Combine(step);
       case StepKind::kRoute:
         return Route(step);
     }
@@ -511,22 +562,30 @@ class Sequence {
     return ffi::Error::Success();
   }
 
-  ffi::Error GroupOrCombine(const Step& step) {
-    const ExpertAddresses addresses = {AddressAt(step.x),      AddressAt(step.scales),
-                                       AddressAt(step.out),    AddressAt(step.expert),
-                                       AddressAt(step.offset), AddressAt(step.sizes),
-                                       AddressAt(step.place)};
-    const bool groups = step.kind == StepKind::kGroup;
-    std::unique_ptr<const LoadedStep> loaded;
-    const auto first = products_.begin() + (groups ? step.first : 0);
-    const std::vector<PlannedProduct> products(first, first + (groups ? step.count : 0));
-    const ffi::Error error = groups ? LoadGroup(call_, step, addresses, products, started_, &loaded)
-                                    : LoadCombine(call_, step, addresses, &loaded);
+  ExpertAddresses ExpertsAt(const Step& step) const {
+    return {AddressAt(step.x),      AddressAt(step.scales), AddressAt(step.out),
+            AddressAt(step.expert), AddressAt(step.offset), AddressAt(step.sizes),
+            AddressAt(step.place)};
+  }
+
+  void Group(const Step& step) {
+    if (&step == listed_) return;
+    Add(LoadGroup(call_, step, ExpertsAt(step), started_), "launching the grouping of choices");
     started_ = true;
-    if (error.success()) {
-      Add(std::move(loaded),
-          groups ? "launching the grouping of choices" : "launching the sum of choices");
+  }
+
+  ffi::Error Combine(const Step& step) {
+    ExpertAddresses addresses = ExpertsAt(step);
+    int64_t experts = 0;
+    if (listed_ != nullptr && step.place == listed_->place) {  // that place is not written
+      addresses.place = {};
+      addresses.expert = AddressAt(listed_->expert), addresses.offset = AddressAt(listed_->offset);
+      experts = call_.At(listed_->sizes).dimensions()[0];
     }
+    std::unique_ptr<const LoadedStep> loaded;
+    const ffi::Error error = LoadCombine(call_, step, addresses, experts, &loaded);
+    started_ = true;
+    if (error.success()) Add(std::move(loaded), "launching the sum of choices");
     return error;
   }
 
@@ -584,7 +643,8 @@ class Sequence {
   Room room_;
   Exchange exchange_;
   float epsilon_ = 0;
-  bool started_;  // a kernel of the handler has been launched
+  bool started_;                  // a kernel of the handler has been launched
+  const Step* listed_ = nullptr;  // a grouping of choices that no kernel computes
   std::vector<std::pair<int64_t, Address>> moved_;
   std::vector<PlannedProduct> products_;
 };
@@ -617,8 +677,14 @@ std::vector<PlannedStep> PlanAttributes(const std::vector<Product>& products,
         step.scales == 0) {
       located[step.first].problem.rounding = RoundingTo(step.to);
     }
-    if (step.kind != StepKind::kMultiply) continue;
     const auto first = located.begin() + step.first;
+    if (step.kind == StepKind::kGroup) {
+      std::vector<QuantizedMatmul> problems;
+      for (auto i = first; i != first + step.count; ++i) problems.push_back(i->problem);
+      if (!PrefersList(problems, *target.device)) continue;
+      for (auto i = first; i != first + step.count; ++i) i->problem.listed_per_row = 1;
+    }
+    if (step.kind != StepKind::kMultiply) continue;
     std::vector<PlannedProduct> together(first, first + step.count);
     for (PlannedProduct& product : together) {
       QuantizedMatmul& p = product.problem;

@@ -118,13 +118,19 @@ bool IsGrouped(const Problem& p, const Buffers& b) {
   return std::all_of(behind, rows.end(), [](uint16_t x) { return x == 0xffff; });
 }
 
-// Combines exact numbers by weights of type W, which are NaN for choices that are not local.
+// Combines exact numbers by weights of type W, which are NaN for choices that are not local. `listed`: rows are in the
+// order of choices, and those of choices that are not local are NaN.
 template <typename W, typename Out>
-bool Combines(const Problem& p, const Buffers& b, ElementType weight_type, ElementType out_type) {
+bool Combines(const Problem& p, const Buffers& b, ElementType weight_type, ElementType out_type,
+              bool listed) {
+  const auto row_of = [&](int64_t choice) { return listed ? choice : p.place[choice]; };
   std::vector<float> rows;
   std::vector<W> weight;
   for (int64_t i = 0; i < p.s.choices() * p.s.columns; ++i) {
     rows.push_back(static_cast<float>(i * 7 % 17 - 8));
+  }
+  for (int64_t i = 0; listed && i < p.s.choices() * p.s.columns; ++i) {
+    if (p.place[i / p.s.columns] < 0) rows[i] = NAN;
   }
   for (int i = 0; i < p.s.choices(); ++i) {
     weight.push_back(W(p.place[i] < 0 ? NAN : 0.25f * static_cast<float>(i % 5 - 1)));
@@ -133,7 +139,10 @@ bool Combines(const Problem& p, const Buffers& b, ElementType weight_type, Eleme
   const DeviceBuffer out = ToDevice(std::vector<Out>(p.s.tokens * p.s.columns, Out(NAN)));
   CombineChoices combine = {weight_type, out_type, p.s.tokens, p.s.top, p.s.columns};
   combine.rows = static_cast<const float*>(of_rows.data());
-  combine.place = b.group.place;
+  combine.place = listed ? nullptr : b.group.place;
+  combine.experts = p.s.experts;
+  combine.expert = b.group.expert;
+  combine.offset = b.group.offset;
   combine.weight = of_weight.data();
   combine.out = out.data();
   Check(LaunchCombineChoices(combine, nullptr), "LaunchCombineChoices");
@@ -143,7 +152,7 @@ bool Combines(const Problem& p, const Buffers& b, ElementType weight_type, Eleme
     float sum = 0;
     for (int64_t choice = token * p.s.top; choice < (token + 1) * p.s.top; ++choice) {
       if (p.place[choice] < 0) continue;
-      sum += float(weight[choice]) * rows[p.place[choice] * p.s.columns + column];
+      sum += float(weight[choice]) * rows[row_of(choice) * p.s.columns + column];
     }
     if (float(found[i]) != float(Out(sum))) return false;
   }
@@ -154,14 +163,18 @@ bool IsCorrect(const Problem& p, int shift, int turn) {
   const Buffers b(p, shift);
   Check(LaunchGroupChoices(b.group, nullptr), "LaunchGroupChoices");
   if (!IsGrouped(p, b)) return false;
-  switch (turn % 3) {
-    case 0:
-      return Combines<float, float>(p, b, ElementType::kF32, ElementType::kF32);
-    case 1:
-      return Combines<__nv_bfloat16, __nv_bfloat16>(p, b, ElementType::kBf16, ElementType::kBf16);
-    default:
-      return Combines<__half, __half>(p, b, ElementType::kF16, ElementType::kF16);
-  }
+  const auto combines = [&](bool listed) {
+    switch (turn % 3) {
+      case 0:
+        return Combines<float, float>(p, b, ElementType::kF32, ElementType::kF32, listed);
+      case 1:
+        return Combines<__nv_bfloat16, __nv_bfloat16>(p, b, ElementType::kBf16, ElementType::kBf16,
+                                                      listed);
+      default:
+        return Combines<__half, __half>(p, b, ElementType::kF16, ElementType::kF16, listed);
+    }
+  };
+  return combines(false) && combines(true);
 }
 
 float Time(const std::function<void(int call, cudaStream_t)>& enqueue) {
@@ -169,28 +182,6 @@ float Time(const std::function<void(int call, cudaStream_t)>& enqueue) {
     for (int i = 0; i < kCalls; ++i) enqueue(i, stream);
   };
   return TimeReplays(calls, kWarmUps, kReplays) / kCalls;
-}
-
-// Times the first kernel of one token that chooses 8 experts, without and with the prefetch of their weights, which no
-// call finds in L2. The kernel need not wait for them.
-void TimePrefetch() {
-  constexpr int64_t kExpertBytes =
-      3 * 2048 * 768 / 128 * 66;  // 4 bits, and a scale of 16 bits for 128
-  const Shape shape = {1, 8, 8, 2048};
-  const Problem problem(shape, Kind::kAll, 0, 1);
-  const Buffers b(problem, 0);
-  const DeviceBuffer weights(kCalls * shape.experts * kExpertBytes);
-  Check(cudaMemset(weights.data(), 0, weights.bytes()), "cudaMemset");
-  for (int64_t bytes : {int64_t{0}, kExpertBytes}) {
-    const float us = Time([&](int call, cudaStream_t stream) {
-      GroupChoices group = b.group;
-      group.memories[0] = {static_cast<char*>(weights.data()) + call * shape.experts * bytes,
-                           bytes};
-      Check(LaunchGroupChoices(group, stream), "LaunchGroupChoices");
-    });
-    std::printf("1 token, 8 experts of %7d bytes prefetched: group %7.2f us\n",
-                static_cast<int>(bytes), us);
-  }
 }
 
 }  // namespace
@@ -223,7 +214,6 @@ std::pair<int, int> CheckExperts(uint64_t stride) {
 
 void TimeExperts() {
   TimeRoute();
-  TimePrefetch();
   const Shape shapes[] = {{1, 8, 128, 2048}, {1, 2, 8, 4096}, {1, 4, 128, 2880}};
   for (Shape shape : shapes) {
     for (int tokens : {1, 4, 16, 64, 256, 1024, 4096}) {
@@ -249,11 +239,15 @@ void TimeExperts() {
       const float of_group = Time(group), of_combine = Time(combines);
       const float of_both =
           Time([&](int call, cudaStream_t stream) { group(call, stream), combines(call, stream); });
+      combine.place = nullptr;
+      combine.experts = shape.experts;
+      combine.expert = b.group.expert;
+      const float of_listed = Time(combines);
       std::printf(
           "%5d tokens, %d of %3d experts, %4d columns: group %7.2f us, combine %7.2f us, in turn "
-          "%7.2f us\n",
+          "%7.2f us; combine a list %7.2f us\n",
           tokens, shape.top, shape.experts, static_cast<int>(shape.columns), of_group, of_combine,
-          of_both);
+          of_both, of_listed);
       std::fflush(stdout);
     }
   }

@@ -10,6 +10,7 @@
 #include <algorithm>
 
 #include "cuda/device/pdl.cuh"
+#include "cuda/device/schedule/local_experts.cuh"
 #include "cuda/extents.h"
 #include "cuda/kernels/launch_config.h"
 #include "cuda/ops/combine_choices.h"
@@ -38,11 +39,18 @@ __device__ float LoadWeight(const CombineChoices& p, int64_t choice) {
   }
 }
 
+// The row of a choice; -1: none.
+__device__ int RowOf(const CombineChoices& p, const LocalExperts& local, int64_t choice) {
+  if (p.place != nullptr) return p.place[choice];
+  return local.Position(p.expert[choice]) < p.experts ? static_cast<int>(choice) : -1;
+}
+
 // A CTA has a token; a thread kCount columns at a time, a divisor of p.columns.
 template <typename Out, int kCount>
 __global__ void __launch_bounds__(kThreads) CombineKernel(const CombineChoices p) {
   using Row = Vector<float, kCount>;
-  WaitForPreviousKernels();
+  if (p.place != nullptr) WaitForPreviousKernels();  // experts and weights are older
+  const LocalExperts local(p.experts, p.offset);
   const int64_t vectors = p.columns / kCount, first = int64_t{blockIdx.x} * p.top;
   const Row* rows = reinterpret_cast<const Row*>(p.rows);
   for (int64_t vector = blockIdx.y * kThreads + threadIdx.x; vector < vectors;
@@ -55,9 +63,10 @@ __global__ void __launch_bounds__(kThreads) CombineKernel(const CombineChoices p
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) {
         const bool valid = begin + i < p.top;
-        place[i] = valid ? p.place[first + begin + i] : -1;
+        place[i] = valid ? RowOf(p, local, first + begin + i) : -1;
         weight[i] = valid ? LoadWeight(p, first + begin + i) : 0;
       }
+      WaitForPreviousKernels();
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) {
         if (place[i] >= 0) row[i] = rows[place[i] * vectors + vector];

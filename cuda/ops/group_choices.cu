@@ -4,16 +4,15 @@
 // do not depend on the order of threads.
 //
 // Up to kMaxCompared choices: one kernel. A CTA compares its choice with all choices and copies its row.
-// Bound: the latency of two loads and a store. The row is loaded while choices are compared. More CTAs prefetch the
-// weights of the chosen experts to L2, which the products cannot load before the choices are sorted.
+// Bound: the latency of two loads and a store. The row is loaded while choices are compared.
 // More choices: a CTA per expert finds the places of its choices in two passes over all of them, then a CTA per token
 // copies its row to all of its places. Bound: memory, for the copies.
 
 #include <algorithm>
 #include <climits>
 
-#include "cuda/device/bulk.cuh"
 #include "cuda/device/pdl.cuh"
+#include "cuda/device/schedule/local_experts.cuh"
 #include "cuda/extents.h"
 #include "cuda/kernels/launch_config.h"
 #include "cuda/ops/group_choices.h"
@@ -27,27 +26,6 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kRankThreads = 1024;  // per expert
 constexpr int kRankWarps = kRankThreads / 32;
 static_assert(kRankWarps == 32);
-
-constexpr int kPrefetchCtas = 128;  // about, over all choices
-constexpr int kPrefetchBytes = 4096;
-constexpr int64_t kMaxPrefetchedBytes = 20 << 20;  // of the 25 MB of L2 near each SM
-
-// The numbers of local experts, [first, first + experts), without those below 0.
-class LocalExperts {
- public:
-  __device__ explicit LocalExperts(const GroupChoices& p)
-      : experts_(p.experts),
-        first_(p.offset == nullptr ? 0 : min(max(*p.offset, -p.experts), INT_MAX - p.experts)) {}
-
-  // The position of a local expert; `experts` for others.
-  __device__ int Position(int expert) const {
-    const bool local = expert >= max(first_, 0) && expert < first_ + experts_;
-    return local ? expert - first_ : experts_;
-  }
-
- private:
-  const int experts_, first_;
-};
 
 // What one choice finds among all choices.
 struct Order {
@@ -108,20 +86,7 @@ __device__ void StoreSizes(const GroupChoices& p, int own, const Order& order) {
   }
 }
 
-// Prefetches a share of the memory of the expert of a choice.
-__device__ void PrefetchExpert(const GroupChoices& p, int choice, int share, int shares) {
-  const int own = LocalExperts(p).Position(p.expert[choice]);
-  if (own == p.experts) return;
-  const int64_t first = int64_t{kPrefetchBytes} * (threadIdx.x * shares + share);
-  for (const ExpertMemory& memory : p.memories) {
-    const char* data = static_cast<const char*>(memory.data) + own * memory.bytes;
-    for (int64_t i = first; i < memory.bytes; i += int64_t{kPrefetchBytes} * kThreads * shares) {
-      PrefetchToL2(data + i, static_cast<uint32_t>(min(memory.bytes - i, int64_t{kPrefetchBytes})));
-    }
-  }
-}
-
-// CTAs (i, 0) group choice i, the others prefetch. Unit: a row consists of whole units.
+// A CTA has a choice. Unit: a row consists of whole units.
 template <typename Unit>
 __global__ void __launch_bounds__(kThreads)
     GroupKernel(const __grid_constant__ GroupChoices p, int units) {
@@ -129,7 +94,6 @@ __global__ void __launch_bounds__(kThreads)
   LaunchDependents();
   WaitForPreviousKernels();
   const int choice = blockIdx.x;
-  if (blockIdx.y > 0) return PrefetchExpert(p, choice, blockIdx.y - 1, gridDim.y - 1);
   const Unit* from = static_cast<const Unit*>(p.x) + int64_t{choice / p.top} * units;
   Unit ahead[kAhead];
 #pragma unroll
@@ -137,7 +101,7 @@ __global__ void __launch_bounds__(kThreads)
     const int unit = i * kThreads + threadIdx.x;
     if (unit < units) ahead[i] = from[unit];
   }
-  const LocalExperts local(p);
+  const LocalExperts local(p.experts, p.offset);
   const int own = local.Position(p.expert[choice]);
   const Order order = Compare(p, local, choice, own);
   const bool is_local = own < p.experts;
@@ -160,7 +124,7 @@ __global__ void __launch_bounds__(kRankThreads) RankKernel(const __grid_constant
   __shared__ int2 of_warps[kRankWarps];
   LaunchDependents();
   WaitForPreviousKernels();
-  const LocalExperts local(p);
+  const LocalExperts local(p.experts, p.offset);
   const int own = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int choices = p.tokens * p.top;
   const int range = (choices + kRankThreads - 1) / kRankThreads * 32;
@@ -209,26 +173,12 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// CTAs per choice that prefetch.
-int PrefetchShares(const GroupChoices& group) {
-  const int64_t choices = int64_t{group.tokens} * group.top;
-  int64_t bytes = 0;
-  for (const ExpertMemory& memory : group.memories) {
-    if (!IsAligned(memory.data) || memory.bytes % kAlignment != 0) return 0;
-    bytes += memory.bytes;
-  }
-  const bool fits = bytes > 0 && choices * bytes <= kMaxPrefetchedBytes;
-  return fits ? static_cast<int>(std::max<int64_t>(kPrefetchCtas / choices, 1)) : 0;
-}
-
 template <typename Unit>
 cudaError_t Launch(const GroupChoices& group, cudaStream_t stream) {
   const int units = static_cast<int>(group.columns * 2 / static_cast<int64_t>(sizeof(Unit)));
   const int choices = group.tokens * group.top;
   if (choices <= kMaxCompared) {
-    const dim3 grid(static_cast<unsigned>(choices),
-                    static_cast<unsigned>(1 + PrefetchShares(group)));
-    const LaunchConfig launch(grid, kThreads, 0, stream, group.pdl);
+    const LaunchConfig launch(choices, kThreads, 0, stream, group.pdl);
     return cudaLaunchKernelEx(&launch.config, GroupKernel<Unit>, group, units);
   }
   const LaunchConfig rank(group.experts + 1, kRankThreads, 0, stream, group.pdl);

@@ -11,15 +11,6 @@
 
 namespace jaxlowbit {
 
-// Memory that the products after the kernel read for each local expert: [experts, bytes].
-struct ExpertMemory {
-  const void* data = nullptr;
-  int64_t bytes = 0;
-};
-
-// Packed words, scales and zeros of gate, up and down.
-inline constexpr int kMaxExpertMemories = 9;
-
 // Choice i of a token is number token * top + i. Experts `offset` to offset + experts - 1 are local. Local choices are
 // sorted by expert, and by their numbers within an expert.
 struct GroupChoices {
@@ -35,9 +26,6 @@ struct GroupChoices {
   int32_t* place = nullptr;  // [tokens, top], the place of a choice in the order; -1: not local
   void* rows =
       nullptr;  // [tokens * top, columns], x by place; rows behind the last place are not written
-
-  // Prefetched to L2 for the chosen experts if all of it fits; unused entries are empty.
-  ExpertMemory memories[kMaxExpertMemories] = {};
 };
 
 cudaError_t PrepareGroupChoices();

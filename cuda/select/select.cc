@@ -3,7 +3,7 @@
 #include "cuda/select/select.h"
 
 #include <algorithm>
-#include <cstdlib>
+#include <cmath>
 #include <cstring>
 #include <iterator>
 #include <limits>
@@ -142,26 +142,26 @@ struct RaggedChoice {
   double computed;
 };
 
-// Choices of qmm_sm90_stream, preferred ones first: the smallest blocks, in tiles of 4 slices, or of 8 if each CTA has
-// several of them.
+// Choices of qmm_sm90_stream, preferred ones first: the smallest blocks, and CTAs that read about kPreferredKilobytes,
+// since larger ones leave more multiprocessors idle at the end, and smaller ones start and end more often.
 std::vector<RaggedChoice> RaggedStreamChoices(const QuantizedMatmul& problem,
                                               const Device& device) {
-  constexpr int kManyTiles = 4;  // of a CTA
+  constexpr double kPreferredKilobytes = 128;
+  const double per_slice = static_cast<double>(problem.k_blocks() * kAtom * problem.bits) / 8 *
+                           sm90_stream::kSliceRows / 1000;
+  const auto distance = [&](const Choice& choice) {
+    return std::abs(std::log(per_slice * choice.slices / choice.split_k / kPreferredKilobytes));
+  };
   std::vector<RaggedChoice> found;
   for (int block_m : kStreamBlocks) {
+    if (problem.listed_per_row > 0 && block_m > 1) break;
     const QuantizedMatmul blocks = BlocksOf(problem, block_m);
     if (!Supports(Kernel::kQmmSm90Stream, blocks, device)) continue;
-    const int64_t tiles = blocks.batch * blocks.strips() / 2;  // of 8 slices, two strips
-    const bool has_many =
-        tiles >= int64_t{kManyTiles} * sm90_stream::kMaxCtasPerSm * device.num_sms;
-    const int preferred = has_many ? 8 : 4;
     std::vector<Choice> choices = sm90_stream::Choices(blocks);
     std::stable_sort(choices.begin(), choices.end(), [&](const Choice& left, const Choice& right) {
-      return std::abs(left.slices - preferred) < std::abs(right.slices - preferred);
+      return distance(left) < distance(right);
     });
     for (Choice& choice : choices) {
-      // One tile at a time, with work for all warps.
-      if (sm90_stream::kMaxTileSlices % choice.slices != 0) continue;
       if (!sm90_stream::SupportsChoice(choice, blocks, device, 0)) continue;
       const double cost = sm90_stream::RaggedCost(blocks, device, choice);
       choice.block_m = block_m;
@@ -205,9 +205,11 @@ std::vector<RaggedChoice> RaggedGeneralChoices(const QuantizedMatmul& problem,
 Choice SelectRagged(const QuantizedMatmul& problem, const Device& device) {
   constexpr double kSame = 0.97;
   std::vector<RaggedChoice> choices = RaggedStreamChoices(problem, device);
-  const std::vector<RaggedChoice> tiles = RaggedTileChoices(problem, device);
-  choices.insert(choices.end(), tiles.begin(), tiles.end());
-  if (choices.empty()) choices = RaggedGeneralChoices(problem, device);
+  if (problem.listed_per_row == 0) {
+    const std::vector<RaggedChoice> tiles = RaggedTileChoices(problem, device);
+    choices.insert(choices.end(), tiles.begin(), tiles.end());
+    if (choices.empty()) choices = RaggedGeneralChoices(problem, device);
+  }
   Choice best;
   double min_cost = std::numeric_limits<double>::infinity();
   const double read = ReadCost(problem, device);
@@ -350,6 +352,21 @@ Support Supports(const Choice& choice, const QuantizedMatmul& problem, const Dev
   const Support support = Supports(choice.kernel, problem, device);
   if (!support) return support;
   return DecisionOf(choice.kernel).supports_choice(choice, problem, device, workspace_bytes);
+}
+
+bool PrefersList(const std::vector<QuantizedMatmul>& products, const Device& device) {
+  constexpr int64_t kMaxListed = 64;
+  constexpr double kGrouping = 6;  // microseconds of a kernel that groups rows
+  double read_again = 0;
+  for (QuantizedMatmul listed : products) {
+    if (listed.m < 1 || listed.m > kMaxListed) return false;
+    if (!Supports(Kernel::kQmmSm90Stream, listed, device)) return false;
+    const double read_once = ReadCost(listed, device);
+    listed.listed_per_row = 1;
+    if (RaggedStreamChoices(listed, device).empty()) return false;
+    read_again += ReadCost(listed, device) - read_once;
+  }
+  return read_again < kGrouping;
 }
 
 double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& choice,

@@ -31,6 +31,10 @@ Support Supports(const Choice& choice, const QuantizedMatmul& problem, const Dev
 double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& choice,
             const double* constants = nullptr);
 
+// Whether ragged products of the same rows take less time if each row reads its weight (listed_per_row) than with rows
+// that another kernel sorts by group first. All buffers must be aligned.
+bool PrefersList(const std::vector<QuantizedMatmul>& products, const Device& device);
+
 // The cost constants of a kernel (kernels/*/costs.h), in the order of its costs.inc.
 std::vector<double> CostConstants(Kernel kernel);
 

@@ -160,7 +160,7 @@ def moe(
     """`quantized_moe`, (..., n), as one CUDA custom call.
 
     Its first kernel sorts the choices and copies their rows, its last one adds the choices of each
-    token.
+    token. Of few choices, products read the experts and the rows themselves.
     """
     rows, k = x.shape[:-1], x.shape[-1]
     tokens, top = math.prod(rows), expert.shape[-1]

@@ -54,8 +54,9 @@ def quantized_moe(
     mlp(x, e) = (activation(x @ gate_up[0, e]) * (x @ gate_up[1, e])) @ down[e]
     ```
 
-    It sorts the choices by expert, computes both products by `quantized_ragged_dot`, and adds the
-    choices of a token in their order, so results repeat bit by bit. The hidden features are rounded
+    It sorts the choices by expert, unless they are few, computes both products by
+    `quantized_ragged_dot`, and adds the choices of a token in their order, so results repeat bit by
+    bit. The hidden features are rounded
     to the dtype of `x`; down products, weights and their sum are float32, and the sum is rounded
     once. Differentiable in `x`, `weight`, scales and biases.
 

@@ -15,6 +15,7 @@ from jaxlowbit import INT4, MXFP4, Format, QuantizedArray, quantized_moe
 pytestmark = pytest.mark.gpu
 
 K, HIDDEN, N = 128, 72, 200  # neither hidden features nor n are whole strips
+WHOLE = 128  # hidden features in whole strips, so that up to 64 choices are not grouped
 
 
 def integers(seed: int, *shape: int, top: int) -> np.ndarray:
@@ -29,12 +30,12 @@ def matrices(values: np.ndarray) -> QuantizedArray:
 
 
 @functools.cache
-def weights(experts: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def weights(experts: int, hidden: int = HIDDEN) -> tuple[dict[str, Any], dict[str, Any]]:
     """Weights and biases of integers whose products are exact, as operands and as numbers."""
     numbers = {
-        "gate_up": integers(1, 2, experts, K, HIDDEN, top=2),
-        "down": integers(2, experts, HIDDEN, N, top=7),
-        "gate_up_bias": integers(3, 2, experts, HIDDEN, top=1),
+        "gate_up": integers(1, 2, experts, K, hidden, top=2),
+        "down": integers(2, experts, hidden, N, top=7),
+        "gate_up_bias": integers(3, 2, experts, hidden, top=1),
         "down_bias": integers(4, experts, N, top=9),
     }
     operands: dict[str, Any] = {name: matrices(numbers[name]) for name in ("gate_up", "down")}
@@ -96,14 +97,17 @@ SIZES = [  # tokens, top, experts
     (1500, 7, 33),
     (4096, 8, 128),
 ]
+LISTED = [(1, 1, 1), (1, 8, 128), (3, 2, 8), (5, 12, 512), (8, 8, 20), (13, 5, 9), (64, 1, 40)]
 KINDS = ("all", "one", "few", "outside", "none")
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize(
+    "sizes", [*((*s, HIDDEN) for s in SIZES), *((*s, WHOLE) for s in LISTED)], ids=str
+)
 def test_results_are_exact(sizes, dtype):
-    tokens, top, experts = sizes
-    operands, numbers = weights(experts)
+    tokens, top, experts, hidden = sizes
+    operands, numbers = weights(experts, hidden)
     f = jax.jit(
         functools.partial(quantized_moe, activation="relu", preferred_element_type=jnp.float32)
     )
@@ -158,10 +162,12 @@ def test_it_is_its_composition(format, activation):
         assert np.abs(got - want).max() <= 2.0**-6 * np.abs(want).max(), tokens
 
 
-@pytest.mark.parametrize("tokens", [1, 16, 300])
-def test_replays_with_other_choices(tokens):
+@pytest.mark.parametrize(
+    ("tokens", "hidden"), [(1, WHOLE), (8, WHOLE), (1, HIDDEN), (16, HIDDEN), (300, HIDDEN)]
+)
+def test_replays_with_other_choices(tokens, hidden):
     """One captured program of several calls serves all choices, and repeats its bits."""
-    operands, _ = weights(32)
+    operands, _ = weights(32, hidden)
 
     def several(x: Any, expert: Any, weight: Any) -> Any:
         results = []
@@ -184,6 +190,23 @@ def test_replays_with_other_choices(tokens):
     for (x, expert, weight), want in zip(rows, before, strict=True):
         single = jax.jit(quantized_moe)(x, expert, weight, **operands)
         np.testing.assert_array_equal(single, want[0])
+
+
+def test_listed_choices_are_grouped_ones():
+    """A token's result does not depend on the other tokens, so neither on whether it is grouped."""
+    experts = 24
+    gate_up = quantize(normal(2, experts, 256, 128, seed=1), INT4)
+    down = quantize(normal(experts, 128, 200, seed=2), INT4)
+    x = normal(40, 256, seed=3)
+    weight, expert = jax.lax.top_k(jax.nn.softmax(normal(40, experts, seed=4)), 4)
+    f = jax.jit(functools.partial(quantized_moe, preferred_element_type=jnp.float32))
+    grouped = np.asarray(f(x, expert, weight, gate_up, down))
+    listed = [
+        np.asarray(f(x[i : i + 8], expert[i : i + 8], weight[i : i + 8], gate_up, down))
+        for i in range(0, 40, 8)
+    ]
+    # Sums along k may be in another order.
+    assert np.abs(np.concatenate(listed) - grouped).max() <= 2.0**-7 * np.abs(grouped).max()
 
 
 def test_leading_axes_and_vmap():

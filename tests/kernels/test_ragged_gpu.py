@@ -14,6 +14,7 @@ from jaxlowbit import (
     INT8,
     MXFP4,
     Format,
+    QuantizedArray,
     quantized_moe,
     quantized_ragged_dot,
 )
@@ -45,15 +46,16 @@ def sizes_of(m: int) -> dict[str, list[int]]:
         "short": [*rng.multinomial(m // 2, np.full(EXPERTS, 1 / EXPERTS))],
         "long": [*rng.integers(0, m + 1, EXPERTS)],
         "wrong": [2**31 - 1 if i == 5 else -4 if i % 3 else even[i] for i in range(EXPERTS)],
+        "none": [0] * EXPERTS,
     }
 
 
-def owners(sizes: Any, offset: int, m: int) -> np.ndarray:
+def owners(sizes: Any, offset: int, m: int, experts: int = EXPERTS) -> np.ndarray:
     """The weight of each row, or -1."""
     owner, start = np.full(m, -1), 0
     for group, size in enumerate(sizes):
         end = min(start + max(int(size), 0), m)
-        if 0 <= group - offset < EXPERTS:
+        if 0 <= group - offset < experts:
             owner[start:end] = group - offset
         start = end
     return owner
@@ -81,7 +83,7 @@ def test_products(case, rows, pairs):
     assert calls(f, *arguments) == ["quantized_ragged_dot"]
     f, every = jax.jit(f), Oracle.of(lhs, dequantize(rhs))
     for name, sizes in sizes_of(rows).items():
-        for offset in (0, 2):
+        for offset in (0, 2, -3):
             got = f(lhs, rhs, jnp.asarray(sizes, jnp.int32), bias, jnp.int32(offset))
             owner = owners(sizes, offset, rows)
             own = Oracle(*(x[..., np.maximum(owner, 0), np.arange(rows), :] for x in every))
@@ -98,6 +100,28 @@ def test_products(case, rows, pairs):
                 assert_within(got, np.where(has, exact, 0), np.where(has, bound, 2.0**-149))
             except AssertionError as error:
                 raise AssertionError(f"{name}, offset {offset}") from error
+
+
+@pytest.mark.parametrize("rows", [5, 150, 2000])
+def test_more_groups_than_experts(rows):
+    """Sums over more groups than a warp loads at a time; products of small integers are exact."""
+    groups, experts = 700, 300
+    rng = np.random.default_rng(rows)
+    values = rng.integers(-7, 8, (experts, 64, 72))
+    scale = jnp.ones((experts, 1, 72), jnp.bfloat16)
+    rhs = QuantizedArray.from_integers(jnp.asarray(values, jnp.int4), scale, format=Format(4, 64))
+    lhs = rng.integers(-3, 4, (rows, 64))
+    f = jax.jit(product(False, jnp.float32))
+    few = np.where(rng.random(groups) < 0.1, 1.0, 1e-6)
+    for sizes in (
+        rng.multinomial(rows, few / few.sum()),
+        rng.multinomial(rows, [1 / groups] * 700),
+    ):
+        for offset in (0, 60, 350, -10):
+            owner = owners(sizes, offset, rows, experts)
+            want = np.where(owner[:, None] < 0, 0, np.einsum("rk,rkn->rn", lhs, values[owner]))
+            given = jnp.asarray(lhs, jnp.bfloat16), rhs, jnp.asarray(sizes, jnp.int32)
+            np.testing.assert_array_equal(f(*given, None, jnp.int32(offset)), want)
 
 
 @pytest.mark.parametrize("rows", ROWS)

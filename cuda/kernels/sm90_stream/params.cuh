@@ -14,7 +14,7 @@
 #include "cuda/device/format/integer.cuh"
 #include "cuda/device/layout.cuh"
 #include "cuda/device/schedule/batched.cuh"
-#include "cuda/device/schedule/ragged.cuh"
+#include "cuda/device/schedule/blocks.cuh"
 #include "cuda/kernels/epilogue.cuh"
 #include "cuda/kernels/sm90_stream/plan.h"
 #include "cuda/types.h"
@@ -22,8 +22,7 @@
 namespace jaxlowbit::sm90_stream {
 
 inline constexpr int kConsumerThreads = 32 * kWarps;
-// A CTA has one producer warp, or in a ragged product two.
-constexpr int ThreadsOf(bool ragged) { return kConsumerThreads + (ragged ? 2 : 1) * 32; }
+inline constexpr int kThreads = kConsumerThreads + 32;
 inline constexpr int kRowBytes = kAtom * 2;  // of lhs and an atom
 
 // An instance: type of lhs, type of the scales, kind of zeros, maximum rows, width, CTAs per multiprocessor by
@@ -54,7 +53,7 @@ struct Instance {
   static constexpr bool kRagged = false;
 };
 
-// The instance of a ragged product (device/schedule/ragged.cuh).
+// The instance of a ragged product (device/schedule/blocks.cuh).
 template <class Dense>
 struct RaggedInstance : Dense {
   static constexpr bool kRagged = true;
@@ -107,7 +106,7 @@ struct Params {
   int group_shift;  // a group is 2^group_shift steps of k
   bool to_float8;   // for a kernel that rounds lhs: to values of e4m3, not of int8
   UnitParams units[kMaxProducts];
-  RaggedParams ragged;  // for a RaggedInstance
+  BlockParams blocks;  // for a RaggedInstance
 };
 
 // Synchronizes the consumers.
@@ -124,6 +123,37 @@ __device__ inline int OwnProduct(const Params& p) {
 
 __device__ inline Batched<int> ScheduleOf(const Params& p) { return {p.m, p.epilogue.gated}; }
 
+// Shared memory: barriers, then partial sums received from the cluster, then the ring of stages.
+struct Memory {
+  uint32_t base;
+
+  // Stage `slot` has been loaded (full), or has been read by every warp (empty).
+  __device__ uint32_t full(int slot) const { return base + slot * kBarrierBytes; }
+  __device__ uint32_t empty(int slot) const { return base + (kMaxStages + slot) * kBarrierBytes; }
+  // All partial sums of a tile have arrived (full), or every CTA of the cluster has read its own (free).
+  __device__ uint32_t partials_full() const { return base + 2 * kMaxStages * kBarrierBytes; }
+  __device__ uint32_t partials_free() const { return partials_full() + kBarrierBytes; }
+  // For a kernel that rounds lhs: the barrier for the maximum magnitudes from the cluster's warps, the scales of the
+  // rows, and those magnitudes, one per warp and CTA.
+  __device__ uint32_t largest_full() const { return partials_free() + kBarrierBytes; }
+  __device__ uint32_t row_scale(int row) const { return largest_full() + kBarrierBytes + 4 * row; }
+  __device__ uint32_t largest(int number) const { return row_scale(kWarps + number); }
+  __device__ uint32_t partials() const { return base + kBarriersBytes; }
+  __device__ uint32_t stage(const Plan& plan, int slot) const {
+    return base + plan.ring + slot * plan.slot_bytes;
+  }
+  // Ragged: the CTA's tile, which the producer finds. A negative expert: none.
+  __device__ void StoreBlock(const RaggedTile& block) const {
+    StoreShared16(own_block(), make_uint4(block.expert, block.column, block.first, block.end));
+  }
+  __device__ RaggedTile LoadBlock() const {
+    const uint4 block = LoadShared16(own_block());
+    return {static_cast<int>(block.x), static_cast<int>(block.y), static_cast<int>(block.z),
+            static_cast<int>(block.w)};
+  }
+  __device__ uint32_t own_block() const { return base + kBarriersBytes - kBlockBytes; }
+};
+
 // The part of the product that a CTA owns.
 struct Share {
   int batch;  // position in the batch
@@ -131,15 +161,17 @@ struct Share {
   int slice_begin, slice_end;
   int stages;                // of each tile
   int atom_begin, atom_end;  // along k
-  RaggedTile tile;           // of a RaggedInstance
 };
 
-__device__ inline Share OwnShare(const Params& p) {
+template <class I>
+__device__ Share OwnShare(const Params& p, Memory memory) {
   const Plan& plan = p.plan;
   Share share;
   share.rank = ClusterRank();
   share.batch = static_cast<int>(blockIdx.y);
-  const int part = OwnProduct(p), cluster = static_cast<int>(blockIdx.x) >> plan.cluster_shift;
+  const int part = OwnProduct(p);
+  const int cluster =
+      I::kRagged ? memory.LoadBlock().column : static_cast<int>(blockIdx.x) >> plan.cluster_shift;
   share.slice_begin = (cluster - p.first_cluster[part]) * plan.slices;
   share.slice_end = min(p.products[part].strips * kSlicesPerStrip, share.slice_begin + plan.slices);
   const int begin = plan.stages * share.rank >> plan.cluster_shift;
@@ -150,27 +182,25 @@ __device__ inline Share OwnShare(const Params& p) {
   return share;
 }
 
-// The share of a tile of a RaggedInstance.
-__device__ inline Share RaggedShareOf(const Params& p, const RaggedTile& tile) {
-  Share share = OwnShare(p);
-  share.tile = tile;
-  share.slice_begin = share.tile.column * p.plan.slices;
-  share.slice_end = min(p.products[0].strips * kSlicesPerStrip, share.slice_begin + p.plan.slices);
-  return share;
-}
-
-// The rows and weights of a share.
+// The rows and weights of a CTA.
 template <class I>
-__device__ auto ScheduleOf(const Params& p, const Share& share) {
+__device__ auto ScheduleOf(const Params& p, Memory memory) {
   if constexpr (I::kRagged) {
-    const RaggedTile& tile = share.tile;
-    // TMA reads slower beyond the last row, so the last tiles begin earlier.
-    const int first = min(tile.first, max(0, p.ragged.rows - p.plan.lhs_rows));
-    const int end = min(tile.end, tile.first + p.ragged.block);
-    return Ragged<>{tile.expert, first, tile.first, end, p.ragged.experts, p.epilogue.gated};
+    const RaggedTile block = memory.LoadBlock();
+    // TMA reads slower beyond the last row, so the last blocks begin earlier.
+    const int first = min(block.first, max(0, p.blocks.rows - p.plan.lhs_rows));
+    return Ragged<>{block.expert,     first,           block.first, block.end,
+                    p.blocks.experts, p.epilogue.gated};
   } else {
     return ScheduleOf(p);
   }
+}
+
+// The row of lhs for row 0 of a CTA.
+template <class I>
+__device__ int LhsRow(const Params& p, const Share& share, Memory memory) {
+  const int row = static_cast<int>(ScheduleOf<I>(p, memory).Row(share.batch, 0));
+  return I::kRagged ? p.blocks.rows_per_lhs.Divide(row) : row;
 }
 
 // Slice `number` of a tile in warp order, two per warp. In a gated product a warp's two slices are the same channels of
@@ -194,48 +224,5 @@ __device__ inline int FirstScaleRow(const Params& p, int atom) {
   if constexpr (!I::kSuperBlocks) return group;
   return group + (atom >> kSuperShift) * static_cast<int>(kFloatRows);
 }
-
-// Shared memory: barriers, then partial sums received from the cluster, then the ring of stages.
-struct Memory {
-  uint32_t base;
-
-  // Stage `slot` has been loaded (full), or has been read by every warp (empty).
-  __device__ uint32_t full(int slot) const { return base + slot * kBarrierBytes; }
-  __device__ uint32_t empty(int slot) const { return base + (kMaxStages + slot) * kBarrierBytes; }
-  // All partial sums of a tile have arrived (full), or every CTA of the cluster has read its own (free). Buffer 1 exists
-  // in a RaggedInstance.
-  __device__ uint32_t partials_full(int buffer = 0) const {
-    return base + (2 * kMaxStages + 2 * buffer) * kBarrierBytes;
-  }
-  __device__ uint32_t partials_free(int buffer = 0) const {
-    return partials_full(buffer) + kBarrierBytes;
-  }
-  // For a kernel that rounds lhs: the barrier for the maximum magnitudes from the cluster's warps, the scales of the
-  // rows, and those magnitudes, one per warp and CTA.
-  __device__ uint32_t largest_full() const { return partials_free() + kBarrierBytes; }
-  __device__ uint32_t row_scale(int row) const { return largest_full() + kBarrierBytes + 4 * row; }
-  __device__ uint32_t largest(int number) const { return row_scale(kWarps + number); }
-  __device__ uint32_t partials(const Plan& plan, int buffer) const {
-    return base + kBarriersBytes + buffer * plan.sums_bytes;
-  }
-  __device__ uint32_t stage(const Plan& plan, int slot) const {
-    return base + plan.ring + slot * plan.slot_bytes;
-  }
-  // Ragged: tile `number` of this CTA, which the producer stores before it loads the first stage.
-  __device__ void StoreTile(int number, const RaggedTile& tile) const {
-    StoreShared16(TileRecord(number), make_uint4(tile.expert, tile.column, tile.first, tile.end));
-  }
-  __device__ RaggedTile LoadTile(int number) const {
-    const uint4 tile = LoadShared16(TileRecord(number));
-    return {static_cast<int>(tile.x), static_cast<int>(tile.y), static_cast<int>(tile.z),
-            static_cast<int>(tile.w)};
-  }
-  __device__ uint32_t TileRecord(int number) const {
-    return partials_full(2) + number % kTileRecords * kTileRecordBytes;
-  }
-  __device__ RaggedTable groups(const Plan& plan) const {
-    return RaggedTable(stage(plan, plan.num_stages));
-  }
-};
 
 }  // namespace jaxlowbit::sm90_stream

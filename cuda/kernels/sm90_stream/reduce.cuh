@@ -3,9 +3,6 @@
 // Reduces the partial sums of a tile across the cluster. Every CTA owns some of the tile's slices, and every warp sends
 // its partial sums of a slice to the owner's shared memory. The owner adds them in the order of senders, so that
 // results repeat bit for bit, and stores them through the epilogue.
-//
-// Ragged. There are two buffers of partial sums. A tile's are reduced after the warp has multiplied the next tile, when
-// all have arrived, so that no warp waits for others at the end of a tile.
 #pragma once
 
 #include "cuda/kernels/sm90_stream/multiply.cuh"
@@ -27,8 +24,7 @@ class ClusterReducer {
   // Called by one thread, before the tile's partial sums can be complete.
   __device__ void Expect(int slices) const {
     if (UsesPlainStores()) return;
-    ArriveExpecting(memory_.partials_full(Buffer()),
-                    Owned(slices) * senders_ * I::kTiles * kFragmentBytes);
+    ArriveExpecting(memory_.partials_full(), Owned(slices) * senders_ * I::kTiles * kFragmentBytes);
   }
 
   // Sends a warp's partial sums of slice `slice` of the tile, of part `part` of the stages.
@@ -42,7 +38,7 @@ class ClusterReducer {
       }
       return;
     }
-    const uint32_t barrier = MapToRank(memory_.partials_full(Buffer()), owner);
+    const uint32_t barrier = MapToRank(memory_.partials_full(), owner);
     const uint32_t target = MapToRank(Fragment(slice & (owned_ - 1), sender, 0), owner);
 #pragma unroll
     for (int tile = 0; tile < I::kTiles; ++tile) {
@@ -50,13 +46,13 @@ class ClusterReducer {
     }
   }
 
-  // Waits, before the tile's partial sums are sent, until all owners have read the previous ones of this buffer.
+  // Waits, before the tile's partial sums are sent, until all owners have read the previous ones.
   __device__ void WaitUntilFree() const {
     if (number_ == 0) {
       // Waits until the barriers of all CTAs exist. Kernels that round rows have done so before.
       if constexpr (I::kLhsPath != LhsPath::kRounds) WaitForArrivals();
-    } else if (number_ >= kBuffers && !UsesPlainStores()) {
-      WaitForCluster(memory_.partials_free(Buffer()), (number_ / kBuffers - 1) % 2);
+    } else if (!UsesPlainStores()) {
+      WaitForCluster(memory_.partials_free(), (number_ - 1) % 2);
     }
   }
 
@@ -65,19 +61,17 @@ class ClusterReducer {
     if (UsesPlainStores()) {
       SynchronizeConsumers();
     } else {
-      WaitForCluster(memory_.partials_full(Buffer()), number_ / kBuffers % 2);
+      WaitForCluster(memory_.partials_full(), number_ % 2);
     }
   }
 
-  // Signals that this warp has read its partial sums of the tile; called if another tile uses the buffer. Not ragged:
-  // one warp signals for the CTA.
+  // Signals that this CTA has read its partial sums of a tile; called if another tile follows.
   __device__ void Free() const {
-    if (!I::kRagged || UsesPlainStores()) SynchronizeConsumers();
+    SynchronizeConsumers();
     if (UsesPlainStores()) return;
-    if constexpr (I::kRagged) __syncwarp();
-    const int thread = I::kRagged ? threadIdx.x % 32 : threadIdx.x;
+    const int thread = threadIdx.x;
     if (thread < 1 << p_.plan.cluster_shift) {
-      ArriveRemoteAfterReads(MapToRank(memory_.partials_free(Buffer()), thread), true);
+      ArriveRemoteAfterReads(MapToRank(memory_.partials_free(), thread), true);
     }
   }
 
@@ -156,9 +150,6 @@ class ClusterReducer {
       1 << (kIntegerWeights ? kShift<typename I::T>
                             : kProductShift<typename I::T, typename I::S, I::kCodebook>);
   static constexpr int kFragmentBytes = 32 * 16;  // 16 channels x 8 rows, in the order of lanes
-  static constexpr int kBuffers = I::kRagged ? 2 : 1;
-
-  __device__ int Buffer() const { return number_ % kBuffers; }
 
   // Adds the partial sums of all senders for this lane.
   __device__ void Add(int slice, int tile, float (&sum)[4]) const {
@@ -180,7 +171,7 @@ class ClusterReducer {
     const int own = OwnProduct(p_);
     const Product& part = p_.products[own];  // several products per launch: no biases or residuals
     const int m = Row(fragment % I::kTiles), n = Channel(tile_slice, fragment / I::kTiles);
-    const auto schedule = ScheduleOf<I>(p_, share_);
+    const auto schedule = ScheduleOf<I>(p_, memory_);
     const int product = schedule.Position(share_.batch);
     // The position of up, which is next to the gate unless the product is ragged.
     const int up = I::kRagged ? schedule.UpPosition(share_.batch) : product + 1;
@@ -238,13 +229,12 @@ class ClusterReducer {
 
   // The address of this lane's part of a fragment.
   __device__ uint32_t Fragment(int slice, int sender, int tile) const {
-    return memory_.partials(p_.plan, Buffer()) +
-           ((slice * senders_ + sender) * I::kTiles + tile) * kFragmentBytes +
+    return memory_.partials() + ((slice * senders_ + sender) * I::kTiles + tile) * kFragmentBytes +
            threadIdx.x % 32 * 16;
   }
 
   __device__ void Store(const Product& part, int m, int n, float value) const {
-    const auto schedule = ScheduleOf<I>(p_, share_);
+    const auto schedule = ScheduleOf<I>(p_, memory_);
     if (!schedule.Has(share_.batch, m) || n >= part.n) return;
     const int64_t offset = schedule.Row(share_.batch, m) * part.n + n;
     if (p_.out_float) {

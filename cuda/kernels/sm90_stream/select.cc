@@ -69,7 +69,6 @@ Support SupportsChoice(const Choice& choice, const QuantizedMatmul& problem, con
   if (choice.slices < 1 || choice.slices > most) return {"slices is beyond those of a cluster"};
   const Plan plan = PlanOfChoice(problem, device, choice);
   if (plan.num_stages < 2) return {"its stages would not fit shared memory"};
-  if (problem.of_blocks && plan.stages < choice.split_k) return {"each CTA has a stage of k"};
   return SupportsGroups(plan, problem);
 }
 
@@ -104,9 +103,10 @@ Choice Configure(const QuantizedMatmul& problem, const Device& device, int64_t) 
 
 namespace {
 
-// persistent: CTAs begin the next wave's work while they end their own.
+// The part of the start and end of a wave after the first that remains: 1 if waves follow each other, less if CTAs of
+// one start while others of the wave before still read.
 double CostOf(const QuantizedMatmul& problem, const Device& device, const Choice& choice,
-              const Costs& costs, bool persistent) {
+              const Costs& costs, double later_ends) {
   const int cluster_ctas = choice.split_k, slices = choice.slices;
   const Plan plan = PlanOfChoice(problem, device, choice);
   const int64_t clusters = NumClusters(problem, slices);
@@ -141,10 +141,11 @@ double CostOf(const QuantizedMatmul& problem, const Device& device, const Choice
     const double found = load * numbers * (ctas == 1 ? waits : 1);
     const double multiplied = ctas * (load / rate * shallow + found + copy * copies + missing);
     const double read = static_cast<double>(in_wave * cluster_ctas) * load / read_rate;
-    return std::max(multiplied, read) + (persistent ? 0 : costs.tile * tiles + costs.wave);
+    return std::max(multiplied, read);
   };
   // A full wave fills all resident slots. A last wave that is at most half full runs one CTA per SM.
   const int64_t full = clusters / resident, left = clusters % resident;
+  const auto waves = static_cast<double>(CeilDiv(clusters, resident));
   const double computed =
       static_cast<double>(full) * wave(resident, ctas_per_sm) +
       (left == 0 ? 0 : wave(left, full > 0 && 2 * left <= resident ? 1 : ctas_per_sm));
@@ -153,7 +154,7 @@ double CostOf(const QuantizedMatmul& problem, const Device& device, const Choice
   const double pdl = !problem.pdl ? 0
                      : two_ctas   ? costs.pdl_two_ctas
                                   : costs.pdl_one_cta + costs.pdl_idle * std::min(1.0, 2 * idle);
-  const double ends = persistent ? costs.tile * tiles + costs.wave : 0;
+  const double ends = (costs.tile * tiles + costs.wave) * (1 + later_ends * (waves - 1));
   return computed + ends + fit.start + (two_ctas ? costs.two_ctas : 0) - pdl;
 }
 
@@ -161,11 +162,12 @@ double CostOf(const QuantizedMatmul& problem, const Device& device, const Choice
 
 double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& choice,
             const Costs& costs) {
-  return CostOf(problem, device, choice, costs, false);
+  return CostOf(problem, device, choice, costs, 1);
 }
 
 double RaggedCost(const QuantizedMatmul& blocks, const Device& device, const Choice& choice) {
-  return CostOf(blocks, device, choice, kCosts, true);
+  constexpr double kLaterEnds = 0.2;
+  return CostOf(blocks, device, choice, kCosts, kLaterEnds);
 }
 
 // If all CTAs can have an SM each, they request more than half of its shared memory (kExclusiveBytes).
