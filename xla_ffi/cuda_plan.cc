@@ -344,14 +344,16 @@ class Sequence {
   }
 
   // Checks groupings of choices, and finds one that the products do better without. As the first step of a call, it has
-  // operands that are older than the call.
+  // operands that are older than the call. Behind a router, the first product waits for its choices, and so do the
+  // kernels behind that product.
   ffi::Error FindList() {
     for (const Step& step : call_.steps) {
       if (step.kind != StepKind::kGroup) continue;
       const ffi::Error error = CheckGroup(call_, step);
       if (error.failure()) return error;
-      const bool first = &step == call_.steps.data() && !started_;
-      if (first && PrefersList(step)) listed_ = &step;
+      const bool first = &step == call_.steps.data();
+      const bool routed = !first && (&step)[-1].kind == StepKind::kRoute;
+      if ((routed || (first && !started_)) && PrefersList(step)) listed_ = &step;
     }
     return ffi::Error::Success();
   }
@@ -379,6 +381,7 @@ class Sequence {
       auto& [p, b] = products_[i];
       const bool reads_tokens = call_.products[i].places.lhs == listed_->out;
       p.listed_per_row = reads_tokens ? top : 1;
+      p.waits_for_list = reads_tokens && listed_ != call_.steps.data();
       if (reads_tokens) b.lhs = AddressAt(listed_->x);
       b.group_sizes = AddressAt(listed_->expert);
       b.group_offset = AddressAt(listed_->offset);

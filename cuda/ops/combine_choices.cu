@@ -28,21 +28,22 @@ struct alignas(sizeof(T) * kCount) Vector {
   T at[kCount];
 };
 
+// Loads from L2, as the expert of a choice below: this SM may have cached what earlier choices had at this address.
 __device__ float LoadWeight(const CombineChoices& p, int64_t choice) {
   switch (p.weight_type) {
     case ElementType::kBf16:
-      return __bfloat162float(static_cast<const __nv_bfloat16*>(p.weight)[choice]);
+      return __bfloat162float(__ldcg(static_cast<const __nv_bfloat16*>(p.weight) + choice));
     case ElementType::kF16:
-      return __half2float(static_cast<const __half*>(p.weight)[choice]);
+      return __half2float(__ldcg(static_cast<const __half*>(p.weight) + choice));
     default:
-      return static_cast<const float*>(p.weight)[choice];
+      return __ldcg(static_cast<const float*>(p.weight) + choice);
   }
 }
 
 // The row of a choice; -1: none.
 __device__ int RowOf(const CombineChoices& p, const LocalExperts& local, int64_t choice) {
   if (p.place != nullptr) return p.place[choice];
-  return local.Position(p.expert[choice]) < p.experts ? static_cast<int>(choice) : -1;
+  return local.Position(__ldcg(p.expert + choice)) < p.experts ? static_cast<int>(choice) : -1;
 }
 
 // A CTA has a token; a thread kCount columns at a time, a divisor of p.columns.

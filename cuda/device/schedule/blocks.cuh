@@ -14,7 +14,8 @@
 // and find them in L2, also if an expert does not fit there.
 //
 // Listed. The expert of each row is given instead of sizes: each row is a block, and elements are rows. Rows of other
-// experts are not stored. The list was complete before the previous kernel started.
+// experts are not stored. The list was complete before the previous kernel started, or that kernel writes it (`waits`).
+// Then the kernels behind this one start after it was written, since this one waits before it lets them start.
 #pragma once
 
 #include <cstdint>
@@ -35,6 +36,7 @@ struct BlockParams {
   int shift;    // a block is up to 2^shift rows
   WideDivider elements;
   const int32_t* list;   // the group of each row; null: rows are sorted by group
+  bool waits;            // for the list
   Divider rows_per_lhs;  // rows that share a row of lhs; 1 without a list
 };
 
@@ -117,9 +119,16 @@ __device__ inline RaggedTile TileOf(const BlockParams& p, const GridPlace& place
 
 }  // namespace blocks
 
+// Loads from L2: this SM may have cached what an earlier list had at this address.
+__device__ inline int LoadListed(const int32_t* from) {
+  int value;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];\n" : "=r"(value) : "l"(from) : "memory");
+  return value;
+}
+
 // The block of a CTA's row, with a list. A negative expert: not local.
 __device__ inline RaggedTile ListedBlock(const BlockParams& p, const GridPlace& place) {
-  const int expert = LocalExperts(p.experts, p.offset).Position(p.list[place.element]);
+  const int expert = LocalExperts(p.experts, p.offset).Position(LoadListed(p.list + place.element));
   return {expert < p.experts ? expert : -1, place.cluster, place.element, place.element + 1};
 }
 

@@ -179,6 +179,7 @@ __device__ bool HasBlock(const Params& p, Memory memory) {
                              static_cast<int>(gridDim.x) >> shift};
     const auto store = [&](const RaggedTile& block) { memory.StoreBlock(block); };
     if (p.blocks.list != nullptr) {
+      if (p.blocks.waits) WaitForPreviousKernels();
       const RaggedTile block = ListedBlock(p.blocks, place);
       if (threadIdx.x == kConsumerThreads) store(block);
       if (block.expert < 0) WaitForPreviousKernels();  // so that kernels end in launch order

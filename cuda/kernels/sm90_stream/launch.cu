@@ -81,6 +81,7 @@ BlockParams BlockParamsOf(const QuantizedMatmul& problem, int block_m, int64_t e
   blocks.rows = static_cast<int>(problem.m);
   while (1 << blocks.shift < block_m) ++blocks.shift;
   blocks.elements = WideDivideBy(elements);
+  blocks.waits = problem.waits_for_list;
   blocks.rows_per_lhs = DivideBy(std::max<int64_t>(problem.listed_per_row, 1));
   return blocks;
 }
@@ -106,8 +107,8 @@ class StreamLaunch final : public KernelLaunch {
       const int64_t most = MaxBlocks(problem, choice.block_m), y = std::min(most, kMaxGridY);
       grid_.y = static_cast<unsigned>(y), grid_.z = static_cast<unsigned>(CeilDiv(most, y));
       params_.blocks = BlockParamsOf(problem, choice.block_m, int64_t{grid_.y} * grid_.z);
-      // Sizes, which all loads depend on, come from previous kernels.
-      if (problem.listed_per_row == 0) params_.prologue_stages = 2;
+      // Sizes or a list, which all loads depend on, come from previous kernels.
+      if (problem.listed_per_row == 0 || problem.waits_for_list) params_.prologue_stages = 2;
     }
     lhs_ = ShapeOfMatrix(problem.lhs, problem.batch * problem.lhs_rows(), problem.k,
                          params_.plan.lhs_rows, params_.plan.stage_atoms);
