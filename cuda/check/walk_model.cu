@@ -30,12 +30,17 @@ __global__ void FillWords(uint32_t* words, int64_t count, uint64_t seed) {
   }
 }
 
-// From 0.5 to 1.5 times `unit`, or normal around 0.
-__global__ void FillFloats(T* data, int64_t count, uint64_t seed, float unit, bool normal) {
+// kScale: magnitudes from 0.5 to 1.5 times `unit` and random signs, since the mean of codes is not 0; kNorm: from 0.5 to
+// 1.5.
+enum class Fill { kScale, kNorm, kNormal };
+
+__global__ void FillFloats(T* data, int64_t count, uint64_t seed, float unit, Fill fill) {
   for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < count;
        i += int64_t{gridDim.x} * kThreads) {
     const uint64_t x = i + (seed << 40);
-    data[i] = T(normal ? Normal(x) : unit * (0.5f + Hash(x) * 0x1p-32f));
+    const float magnitude = unit * (0.5f + Hash(x) * 0x1p-32f);
+    const bool negative = fill == Fill::kScale && Hash(~x) % 2 != 0;
+    data[i] = T(fill == Fill::kNormal ? Normal(x) : negative ? -magnitude : magnitude);
   }
 }
 
@@ -142,9 +147,9 @@ __global__ void AddDigest(const uint16_t* data, int64_t count, unsigned long lon
   atomicAdd(digest, sum);
 }
 
-void RandomFloats(const DeviceBuffer& buffer, uint64_t seed, float unit, bool normal) {
+void RandomFloats(const DeviceBuffer& buffer, uint64_t seed, float unit, Fill fill) {
   FillFloats<<<1024, kThreads>>>(static_cast<T*>(buffer.data()), buffer.bytes() / 2, seed, unit,
-                                 normal);
+                                 fill);
   Check(cudaGetLastError(), "FillFloats");
 }
 
@@ -167,13 +172,14 @@ WalkModel::WalkModel(const WalkShape& shape)
                                   static_cast<uint64_t>(step) + 1);
     Check(cudaGetLastError(), "FillWords");
     // Weights of variance 1 / k: codes have a standard deviation of 4.6.
-    RandomFloats(scales_[step], step + 11, 1 / (4.6f * std::sqrt(static_cast<float>(k))), false);
+    RandomFloats(scales_[step], step + 11, 1 / (4.6f * std::sqrt(static_cast<float>(k))),
+                 Fill::kScale);
   }
   for (int i = 0; i < 2; ++i) {
     norms_.emplace_back(int64_t{shape.layers} * shape.width * 2);
-    RandomFloats(norms_[i], 21 + i, 1, false);
+    RandomFloats(norms_[i], 21 + i, 1, Fill::kNorm);
     first_.emplace_back(shape.rows * int64_t{i == 0 ? shape.width : shape.qkv} * 2);
-    RandomFloats(first_[i], 31 + i, 1, true);
+    RandomFloats(first_[i], 31 + i, 1, Fill::kNormal);
   }
   Check(cudaDeviceSynchronize(), "WalkModel");
 }

@@ -28,7 +28,7 @@ __device__ inline void InitBarriers(const Params& p, Memory memory) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   if (lane < p.pages) {
     InitBarrier(memory.full(lane), 1);
-    InitBarrier(memory.empty(lane), 8 * kWarpArrivals);
+    InitBarrier(memory.empty(lane), 8);
   } else if (lane == kMaxPages) {
     for (int buffer = 0; buffer < 2; ++buffer) {
       InitBarrier(memory.partials_full(buffer), 1);

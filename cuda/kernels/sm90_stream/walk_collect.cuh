@@ -49,7 +49,9 @@ class Collector {
     const Place place = {lane_ % pairs, lane_ / pairs % I::kRows, lane_ / outs, 32 / outs};
     const int buffer = units_ % 2;
     const uint32_t barrier = memory_.partials_full(buffer);
-    if (lane_ == 0) ArriveExpecting(barrier, units.strips() * I::kPartBytes);
+    if (lane_ == 0 && !watch_.stopped()) {
+      ArriveExpecting(barrier, units.strips() * I::kPartBytes);
+    }
     const int column = unit.strip * 32 + (whole ? rank_ * 16 : unit.half * 16 + rank_ * 8);
     const int entry = place.row * product.out_row + column + place.pair;  // columns in pairs
     const uint32_t residual = LoadResidual(product, entry, layer);
@@ -71,7 +73,9 @@ class Collector {
       StoreRelaxed(product.out + entry, static_cast<uint64_t>(p_.epoch + layer) << 32 | both);
     }
     __syncwarp();
-    if (lane_ < 2) ArriveRemoteAfterReads(MapToRank(memory_.partials_free(buffer), lane_), true);
+    if (lane_ < 2 && !watch_.stopped()) {
+      ArriveRemoteAfterReads(MapToRank(memory_.partials_free(buffer), lane_), true);
+    }
     if (lane_ == 0) AddRelaxed(product.count, 1);
     if (product.trace != nullptr && place.part == 0) {
       const int64_t at = int64_t{layer} * I::kRows * product.out_row + entry;

@@ -65,9 +65,10 @@ class PageFiller {
       arriving_.Advance(p_.pages);
     }
     const uint32_t barrier = memory_.full(cursor_.slot);
+    if (watch_.stopped()) return;
     if (!p_.loads) {
       if (lane_ == 0) Arrive(barrier);
-    } else if (!watch_.stopped()) {
+    } else {
       if (lane_ == 0) ArriveExpecting(barrier, all_bytes);
       __syncwarp();
       if (bytes > 0) {

@@ -117,7 +117,8 @@ class Consumer {
           first_page_ = false;
         }
         multiplier.Multiply(memory_.base + p_.ring_at + cursor_.slot * kPageBytes, lhs, sums);
-        ArriveAsWarp(memory_.empty(cursor_.slot), lane_);
+        __syncwarp();  // every lane has read the page
+        if (lane_ == 0 && !watch_.stopped()) Arrive(memory_.empty(cursor_.slot));
         cursor_.Advance(I::kGroups, p_.pages);
         lhs += I::kGroups * multiplier.page_lhs();
       }
@@ -133,7 +134,7 @@ class Consumer {
   // Sends sums to the CTA that collects their channels: of whole strips rank r collects slices 2 r and 2 r + 1, of a half
   // its slice r.
   __device__ void Send(const Unit& unit, int strip, const Sums& sums) const {
-    if (lane_ % 4 != 0) return;
+    if (lane_ % 4 != 0 || watch_.stopped()) return;
     const bool whole = unit.half < 0;
     const int warp = Warp() % 8, group = Opaque(ClusterRank()) * I::kGroups + Warp() / 8;
     const int sender = whole ? group * 4 + warp / 2 : group * 8 + warp;
