@@ -82,12 +82,25 @@ Command Parse(int argc, char** argv) {
   return command;
 }
 
-// Launches, and exits if a wait did not end.
-void Launch(const WalkModel& model, const WalkOptions& options, bool trace,
-            unsigned long long* stamps) {
-  Check(LaunchWalk(model.shape(), model.buffers(trace, stamps), options, nullptr), "LaunchWalk");
+__global__ void Delay(int64_t clocks) {
+  const int64_t start = clock64();
+  while (clock64() - start < clocks) {
+  }
 }
 
+WalkGrid GridOf(const WalkModel& model, const WalkOptions& options, bool stamps) {
+  WalkGrid grid;
+  Check(FindWalkGrid(model.shape(), options, stamps, &grid), "FindWalkGrid");
+  return grid;
+}
+
+void Launch(const WalkModel& model, const WalkOptions& options, const WalkGrid& grid, bool trace,
+            unsigned long long* stamps) {
+  Check(LaunchWalk(model.shape(), model.buffers(trace, stamps), options, grid, nullptr),
+        "LaunchWalk");
+}
+
+// Exits if a wait did not end.
 void ExitOnError(const WalkModel& model) {
   Check(cudaDeviceSynchronize(), "walk");
   const unsigned long long error = model.Error();
@@ -102,15 +115,27 @@ void ExitOnError(const WalkModel& model) {
   std::exit(1);
 }
 
+// Whether a launch may be cooperative and have clusters. CTAs are resident anyway if nothing else runs.
+bool MayCooperate(WalkModel& model, const WalkOptions& options, const WalkGrid& grid) {
+  model.Start();
+  const cudaError_t error =
+      LaunchWalk(model.shape(), model.buffers(false, nullptr), options, grid, nullptr);
+  std::printf("cooperative launch of clusters: %s\n", cudaGetErrorString(error));
+  if (error != cudaSuccess) (void)cudaGetLastError();
+  ExitOnError(model);
+  return error == cudaSuccess;
+}
+
 // Checks two launches, the second of which continues the first, and that both repeat bit for bit.
 bool IsCorrect(WalkModel& model, WalkOptions options) {
+  const WalkGrid grid = GridOf(model, options, false);
   uint64_t digests[2][2];
   double worst = 0;
   for (int run = 0; run < 2; ++run) {
     model.Start();
     for (int launch = 0; launch < 2; ++launch) {
       options.epoch = static_cast<uint32_t>(2 + launch * model.shape().layers);
-      Launch(model, options, true, nullptr);
+      Launch(model, options, grid, true, nullptr);
       ExitOnError(model);
       digests[run][launch] = model.Digest();
       if (run == 0) worst = std::max(worst, model.ErrorOverBound(launch > 0));
@@ -130,11 +155,13 @@ double Time(WalkModel& model, const WalkOptions& options, int launches) {
   cudaEvent_t begin, end;
   Check(cudaEventCreate(&begin), "cudaEventCreate");
   Check(cudaEventCreate(&end), "cudaEventCreate");
+  const WalkGrid grid = GridOf(model, options, false);
   std::vector<float> times;
   for (int i = 0; i < launches + 3; ++i) {
     model.Start();
+    Delay<<<1, 1>>>(200000);  // until the launch is enqueued
     Check(cudaEventRecord(begin), "cudaEventRecord");
-    Launch(model, options, false, nullptr);
+    Launch(model, options, grid, false, nullptr);
     Check(cudaEventRecord(end), "cudaEventRecord");
     ExitOnError(model);
     float milliseconds = 0;
@@ -237,7 +264,8 @@ StepTimes TimesOf(const std::vector<Clocks>& ctas, int step, int layers) {
   return times;
 }
 
-void PrintStamps(WalkModel& model, const WalkOptions& options, const WalkGrid& grid) {
+void PrintStamps(WalkModel& model, const WalkOptions& options) {
+  const WalkGrid grid = GridOf(model, options, true);
   const int layers = model.shape().layers, steps = layers * kWalkSteps;
   if (layers < 2) return;
   const int64_t count = int64_t{grid.clusters} * 2 * (steps + 2) * kWalkStamps;
@@ -245,7 +273,7 @@ void PrintStamps(WalkModel& model, const WalkOptions& options, const WalkGrid& g
   for (int run = 0; run < 2; ++run) {
     Check(cudaMemset(stamps.data(), 0, stamps.bytes()), "cudaMemset");
     model.Start();
-    Launch(model, options, false, static_cast<unsigned long long*>(stamps.data()));
+    Launch(model, options, grid, false, static_cast<unsigned long long*>(stamps.data()));
     ExitOnError(model);
   }
   std::vector<unsigned long long> values(static_cast<size_t>(count));
@@ -300,12 +328,12 @@ void Sweep(WalkModel& model, const WalkOptions& options, int launches) {
 
 int Walk(int argc, char** argv) {
   const Command command = Parse(argc, argv);
-  const WalkOptions& options = command.options;
+  WalkOptions options = command.options;
   TimeHops();
   if (command.hops) return 0;
-  WalkGrid grid;
-  Check(FindWalkGrid(command.shape, options, false, &grid), "FindWalkGrid");
   WalkModel model(command.shape);
+  const WalkGrid grid = GridOf(model, options, false);
+  options.cooperative = MayCooperate(model, options, grid);
   std::printf(
       "%d layers, %d rows, %.1f MB a layer; %d clusters of 2, %d pages, %d bytes of shared "
       "memory, %d registers\n",
@@ -323,7 +351,7 @@ int Walk(int argc, char** argv) {
     }
   }
   TimeParts(model, options, grid, command.launches);
-  if (command.stamps) PrintStamps(model, options, grid);
+  if (command.stamps) PrintStamps(model, options);
   if (command.sweep) Sweep(model, options, std::min(command.launches, 7));
   return 0;
 }

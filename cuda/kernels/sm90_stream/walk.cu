@@ -134,11 +134,8 @@ cudaError_t FindWalkGrid(const WalkShape& shape, const WalkOptions& options, boo
 }
 
 cudaError_t LaunchWalk(const WalkShape& shape, const WalkBuffers& buffers,
-                       const WalkOptions& options, cudaStream_t stream) {
-  WalkGrid grid;
+                       const WalkOptions& options, const WalkGrid& grid, cudaStream_t stream) {
   const bool stamps = buffers.stamps != nullptr;
-  const cudaError_t error = FindWalkGrid(shape, options, stamps, &grid);
-  if (error != cudaSuccess) return error;
   Params p = {};
   PlaceAll(shape, options, grid.shared_bytes, &p);
   p.layers = shape.layers;
@@ -158,7 +155,7 @@ cudaError_t LaunchWalk(const WalkShape& shape, const WalkBuffers& buffers,
   attributes[1].id = cudaLaunchAttributeCooperative;
   attributes[1].val.cooperative = 1;
   config.config.attrs = attributes;
-  config.config.numAttrs = 2;
+  config.config.numAttrs = options.cooperative ? 2 : 1;
   return LaunchFunction(
       config, reinterpret_cast<const void*>(FindFunction(options.groups, shape.rows, stamps)), &p);
 }

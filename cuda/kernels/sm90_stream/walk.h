@@ -44,15 +44,16 @@ struct WalkBuffers {
 };
 
 struct WalkOptions {
-  int groups = 2;       // of 8 consumer warps: 1 or 2
-  int pages = 16;       // of the ring, at most
-  int flight = 4;       // pages in flight at most
-  int slack = 0;        // results missing when polling of data begins; negative: it begins at once
-  int sleep = 0;        // nanoseconds between polls of data
-  bool loads = true;    // false: weights stay in shared memory
-  bool waits = true;    // false: activations are not waited for
-  int patience = 2000;  // milliseconds
-  uint32_t epoch = 2;   // of the first layer; what begins the walk has the epoch before
+  int groups = 2;     // of 8 consumer warps: 1 or 2
+  int pages = 16;     // of the ring, at most
+  int flight = 4;     // pages in flight at most
+  int slack = 0;      // results missing when polling of data begins; negative: it begins at once
+  int sleep = 0;      // nanoseconds between polls of data
+  bool loads = true;  // false: weights stay in shared memory
+  bool waits = true;  // false: activations are not waited for
+  bool cooperative = true;  // false: the caller knows that all CTAs are resident
+  int patience = 2000;      // milliseconds
+  uint32_t epoch = 2;       // of the first layer; what begins the walk has the epoch before
 };
 
 // The units of a step, which clusters take: strips of 64 channels (pairs of strips of gate and up), the rest
@@ -75,7 +76,8 @@ struct WalkGrid {
 cudaError_t FindWalkGrid(const WalkShape& shape, const WalkOptions& options, bool stamps,
                          WalkGrid* grid);
 
+// `grid`: of the same shape and options, with stamps if the buffers have some.
 cudaError_t LaunchWalk(const WalkShape& shape, const WalkBuffers& buffers,
-                       const WalkOptions& options, cudaStream_t stream);
+                       const WalkOptions& options, const WalkGrid& grid, cudaStream_t stream);
 
 }  // namespace jaxlowbit::sm90_stream
