@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// walk: an experiment, one launch for the products and normalizations of all layers of a decoder (docs/kernels/decode.md).
+// Not used by custom calls.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace jaxlowbit::sm90_stream {
+
+// The products of a layer, in this order.
+enum WalkStep { kWalkOut, kWalkGateUp, kWalkDown, kWalkQkv };
+inline constexpr int kWalkSteps = 4;
+
+// A decoder: columns of x; of q, k and v together; of the gate.
+struct WalkShape {
+  int width, qkv, mlp, layers, rows;
+  constexpr int k(int step) const { return step == kWalkDown ? mlp : width; }
+  // Columns of a step's result; the weight of gate and up has twice as many.
+  constexpr int n(int step) const {
+    return step == kWalkGateUp ? mlp : step == kWalkQkv ? qkv : width;
+  }
+  constexpr int weights(int step) const { return step == kWalkGateUp ? 2 : 1; }
+};
+
+// Two bfloat16 (low half) and the epoch that wrote them (high half): data that are their own flag.
+using WalkEntry = uint64_t;
+
+inline constexpr int kWalkStamps = 8;  // per CTA and step
+enum WalkStamp { kStampStart, kStampThere, kStampPage, kStampDone, kStampStored, kStampLanded };
+
+// Device memory. Results of a step are [rows][n / 2] entries.
+struct WalkBuffers {
+  const void* packed[kWalkSteps];  // [layers][weights][strips][k blocks] atoms of 4 bits
+  const void* scales[kWalkSteps];  // [layers][weights][strips][k / 128][64] bfloat16
+  const void* norms[2];            // [layers][width] bfloat16: before gate and up, before q, k, v
+  WalkEntry* results[kWalkSteps];  // of kWalkDown: x; x and q, k, v also begin the walk
+  unsigned long long* counts;      // [kWalkSteps]: zero at first, never reset
+  unsigned long long* error;       // zero unless a wait ended
+  void* trace[kWalkSteps];         // null, or every layer's results, [layers][rows][n] bfloat16
+  unsigned long long* stamps;      // null, or [CTAs][layers * kWalkSteps + 2][kWalkStamps]
+};
+
+struct WalkOptions {
+  int groups = 2;     // of 8 consumer warps: 1 or 2
+  int pages = 16;     // of the ring, at most
+  int flight = 4;     // pages in flight at most
+  int slack = 0;      // results missing when polling of data begins; negative: it begins at once
+  int sleep = 0;      // nanoseconds between polls of data
+  bool loads = true;  // false: weights stay in shared memory
+  bool waits = true;  // false: activations are not waited for
+  bool cooperative = true;  // false: the caller knows that all CTAs are resident
+  int patience = 2000;      // milliseconds
+  uint32_t epoch = 2;       // of the first layer; what begins the walk has the epoch before
+};
+
+// The units of a step, which clusters take: strips of 64 channels (pairs of strips of gate and up), the rest
+// as whole strips or as halves.
+struct WalkUnits {
+  int base;   // whole units of every cluster
+  int extra;  // clusters that have one more, a half of a unit if cut
+  bool cut;
+};
+constexpr WalkUnits WalkUnitsOf(int strips, int clusters, bool may_cut) {
+  const int base = strips / clusters, rest = strips % clusters;
+  const bool cut = may_cut && 2 * rest <= clusters;
+  return {base, cut ? 2 * rest : rest, cut};
+}
+
+// The grid of the current device, or an error. Shapes: k of each CTA's half in pages, see docs/kernels/decode.md.
+struct WalkGrid {
+  int clusters, pages, shared_bytes, registers;
+};
+cudaError_t FindWalkGrid(const WalkShape& shape, const WalkOptions& options, bool stamps,
+                         WalkGrid* grid);
+
+// `grid`: of the same shape and options, with stamps if the buffers have some.
+cudaError_t LaunchWalk(const WalkShape& shape, const WalkBuffers& buffers,
+                       const WalkOptions& options, const WalkGrid& grid, cudaStream_t stream);
+
+}  // namespace jaxlowbit::sm90_stream

@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The walk's producer warp: pages of weights and scales of all steps of all layers, in the order of the consumers. It
+// waits only for free slots of the ring, and for the arrival of earlier pages: more in flight is slower.
+#pragma once
+
+#include "cuda/kernels/sm90_stream/walk_params.cuh"
+
+namespace jaxlowbit::sm90_stream::walk {
+
+class PageFiller {
+ public:
+  __device__ PageFiller(const Params& p, Memory memory)
+      : p_(p),
+        memory_(memory),
+        policy_(EvictFirst()),
+        lane_(static_cast<int>(threadIdx.x) % 32),
+        rank_(ClusterRank()),
+        watch_(p) {}
+
+  __device__ void FillAll() {
+    for (int layer = 0; layer < p_.layers; ++layer) {
+      for (int step = 0; step < kWalkSteps; ++step) {
+        step_ = layer * kWalkSteps + step;
+        const Units units(p_, layer, step);
+        for (int i = 0; i < units.count(); ++i) {
+          for (int j = 0; j < units.strips(); ++j) FillStrip(units, units.At(i), layer, j);
+        }
+      }
+    }
+    if (watch_.stopped()) Sleep(500000);  // copies may be in flight
+  }
+
+ private:
+  // Loads the pages of the unit's strip `number`.
+  __device__ void FillStrip(const Units& units, const Unit& unit, int layer, int number) {
+    const Product& product = units.product;
+    const int64_t strip = unit.strip + number * product.second;
+    const int atoms = product.atoms, page_atoms = units.PageAtoms(unit);
+    const int64_t atom = strip * 2 * atoms + rank_ * atoms;
+    const uint8_t* packed = product.packed + layer * product.packed_stride + atom * kAtomBytes<4>;
+    const uint8_t* scales =
+        product.scales + layer * product.scale_stride + atom / kGroupAtoms * kGroupScaleBytes;
+    const bool whole = unit.half < 0;
+    const int scale_bytes = page_atoms / kGroupAtoms * kGroupScaleBytes;
+    // Each lane's copy of every page.
+    const int packed_lanes = whole ? 1 : page_atoms;
+    const int part = kPackedBytes / packed_lanes;
+    const bool copies_packed = lane_ < packed_lanes, copies_scales = lane_ == packed_lanes;
+    const uint8_t* source = copies_scales ? scales
+                            : whole       ? packed
+                                          : packed + lane_ * kAtomBytes<4> + unit.half * part;
+    const int target = copies_scales ? kPackedBytes : lane_ * part;
+    const int bytes = copies_packed ? part : copies_scales ? scale_bytes : 0;
+    const int stride = copies_scales ? scale_bytes : page_atoms * kAtomBytes<4>;
+    for (int page = 0; page < units.Pages(unit); ++page, source += stride) {
+      FillPage(source, target, bytes, kPackedBytes + scale_bytes);
+    }
+  }
+
+  __device__ void FillPage(const uint8_t* source, int target, int bytes, int all_bytes) {
+    watch_.Barrier(kForSlot, step_, memory_.empty(cursor_.slot), cursor_.parity);
+    if (++filled_ > p_.flight) {
+      watch_.Barrier(kForFlight, step_, memory_.full(arriving_.slot), arriving_.parity);
+      arriving_.Advance(p_.pages);
+    }
+    const uint32_t barrier = memory_.full(cursor_.slot);
+    if (watch_.stopped()) return;
+    if (!p_.loads) {
+      if (lane_ == 0) Arrive(barrier);
+    } else {
+      if (lane_ == 0) ArriveExpecting(barrier, all_bytes);
+      __syncwarp();
+      if (bytes > 0) {
+        BulkLoad(memory_.base + p_.ring_at + cursor_.slot * kPageBytes + target, source, bytes,
+                 barrier, policy_);
+      }
+    }
+    cursor_.Advance(p_.pages);
+  }
+
+  const Params& p_;
+  const Memory memory_;
+  const uint64_t policy_;
+  const int lane_, rank_;
+  Watch watch_;
+  RingCursor cursor_ = {0, 1}, arriving_ = {0, 0};
+  int filled_ = 0, step_ = 0;
+};
+
+}  // namespace jaxlowbit::sm90_stream::walk
