@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
 #include <algorithm>
+#include <climits>
 
+#include "cuda/extents.h"
 #include "cuda/kernels/launch_config.h"
 #include "cuda/kernels/sm90_stream/walk.cuh"
 #include "cuda/kernels/sm90_stream/walk.h"
@@ -28,22 +30,10 @@ Function FindFunction(int groups, int rows, bool stamps) {
 
 int Threads(int groups) { return 32 * (8 * groups + walk::kHelperWarps); }
 
-// Vectors of a half of a row that the consumers can normalize (Instance::kVectors).
-int NormalizedVectors(int groups, int rows) {
-  return 256 * groups * (groups == 1 && rows == 1 ? 4 : 2);
-}
-
 bool Supports(const WalkShape& shape, const WalkOptions& options) {
-  if (options.groups < 1 || options.groups > 2 || shape.rows < 1 || shape.rows > 2) return false;
-  if (shape.layers < 1 || options.flight < 1 || options.epoch < 2) return false;
-  if (shape.qkv < shape.width || shape.width / 8 > NormalizedVectors(options.groups, shape.rows)) {
-    return false;
-  }
-  for (int step = 0; step < kWalkSteps; ++step) {
-    const int page_k = 2 * 8 * 64 * options.groups;  // pages of both CTAs for every group of warps
-    if (shape.k(step) % page_k != 0 || shape.n(step) % 64 != 0) return false;
-  }
-  return true;
+  if (options.flight < 1 || options.epoch < 2) return false;
+  if (shape.attended == 0 && shape.qkv < shape.width) return false;
+  return *UnsupportedWalk(shape, options.groups) == '\0';
 }
 
 // Whether half strips have whole pages for every group of warps.
@@ -64,9 +54,10 @@ void PlaceAll(const WalkShape& shape, const WalkOptions& options, int limit, Par
 
 int SharedBytes(const Params& p) { return p.ring_at + p.pages * walk::kPageBytes; }
 
-void SetShape(const WalkShape& shape, const WalkBuffers& buffers, const WalkOptions& options,
-              Params* p) {
-  const auto counts = reinterpret_cast<uint64_t*>(buffers.counts);
+constexpr walk::Part kNoPart = {nullptr, nullptr, nullptr, INT_MAX, 0};
+
+// What depends only on the shape.
+void SetSizes(const WalkShape& shape, const WalkOptions& options, Params* p) {
   const auto units_of = [&](int step) {
     return WalkUnitsOf(shape.n(step) / 64, p->clusters, MayCut(shape, step, options.groups));
   };
@@ -74,31 +65,112 @@ void SetShape(const WalkShape& shape, const WalkBuffers& buffers, const WalkOpti
     walk::Product& own = p->products[step];
     const int before = (step + kWalkSteps - 1) % kWalkSteps, strips = shape.n(step) / 64;
     const int64_t elements = int64_t{shape.n(step)} * shape.weights(step) * shape.k(step);
-    own.packed = static_cast<const uint8_t*>(buffers.packed[step]);
-    own.scales = static_cast<const uint8_t*>(buffers.scales[step]);
+    own.parts[0].row = shape.n(step) / 2;
+    own.parts[1] = own.parts[2] = kNoPart;
     own.packed_stride = elements / 2;
     own.scale_stride = elements / 128 * 2;
-    if (step == kWalkGateUp || step == kWalkQkv) {
-      own.norm = static_cast<const uint8_t*>(buffers.norms[step == kWalkQkv]);
-      own.norm_stride = int64_t{shape.width} * 2;
-    }
-    own.lhs = buffers.results[before];
+    own.norm_stride = int64_t{shape.width} * 2;
     own.lhs_row = shape.n(before) / 2;
     own.lhs_epoch = step == kWalkOut ? -1 : 0;
-    own.lhs_count = counts + before;
     const WalkUnits units = units_of(before);
     own.lhs_arrivals = 2 * (units.base * p->clusters + units.extra);
-    if (step == kWalkOut) own.residual = buffers.results[kWalkDown], own.residual_epoch = -1;
-    if (step == kWalkDown) own.residual = buffers.results[kWalkOut];
-    own.out = buffers.results[step];
-    own.count = counts + step;
-    own.trace = static_cast<walk::T*>(buffers.trace[step]);
+    own.residual_epoch = step == kWalkOut ? -1 : 0;
     own.out_row = shape.n(step) / 2;
     own.atoms = shape.k(step) / 128;
     own.columns = shape.k(step);
     own.second = step == kWalkGateUp ? strips : 0;
     own.units = units_of(step);
   }
+}
+
+void SetBuffers(const WalkBuffers& buffers, Params* p) {
+  const auto counts = reinterpret_cast<uint64_t*>(buffers.counts);
+  for (int step = 0; step < kWalkSteps; ++step) {
+    walk::Product& own = p->products[step];
+    const int before = (step + kWalkSteps - 1) % kWalkSteps;
+    own.parts[0].packed = static_cast<const uint8_t*>(buffers.packed[step]);
+    own.parts[0].scales = static_cast<const uint8_t*>(buffers.scales[step]);
+    own.parts[0].out = static_cast<walk::T*>(buffers.trace[step]);
+    own.lhs = buffers.results[before];
+    own.lhs_count = counts + before;
+    own.out = buffers.results[step];
+    own.count = counts + step;
+  }
+  p->products[kWalkGateUp].norm = static_cast<const uint8_t*>(buffers.norms[0]);
+  p->products[kWalkQkv].norm = static_cast<const uint8_t*>(buffers.norms[1]);
+  p->products[kWalkOut].residual = buffers.results[kWalkDown];
+  p->products[kWalkDown].residual = buffers.results[kWalkOut];
+}
+
+// Entries of a step's results in the region of a layer, which begins with counts.
+constexpr int64_t kCountBytes = 128;
+int64_t EntryBytes(const WalkShape& shape, int step) {
+  return step == kWalkQkv ? 0
+                          : int64_t{shape.rows} * shape.n(step) / 2 * int64_t{sizeof(WalkEntry)};
+}
+
+void SetEntries(const WalkShape& shape, void* region, Params* p) {
+  auto* const counts = static_cast<uint64_t*>(region);
+  char* entries = static_cast<char*>(region) + kCountBytes;
+  for (int step = kWalkOut; step < kWalkQkv; ++step) {
+    walk::Product &own = p->products[step], &next = p->products[step + 1];
+    own.out = reinterpret_cast<WalkEntry*>(entries);
+    own.count = counts + step;
+    next.lhs = own.out;
+    next.lhs_count = own.count;
+    entries += EntryBytes(shape, step);
+  }
+  p->products[kWalkDown].residual = p->products[kWalkOut].out;
+}
+
+void SetLayer(const WalkLayer& layer, Params* p) {
+  walk::Product* const products = p->products;
+  int first = 0;
+  for (int i = 0; i < WalkLayer::kWeights; ++i) {
+    const int step = std::min<int>(i, kWalkQkv), number = i - step;
+    walk::Part& part = products[step].parts[number];
+    part.packed = static_cast<const uint8_t*>(layer.packed[i]);
+    part.scales = static_cast<const uint8_t*>(layer.scales[i]);
+    if (step != kWalkQkv) continue;
+    part.first = first;
+    part.row = layer.columns[number] / 2;
+    first += layer.columns[number] / 64;
+  }
+  products[kWalkDown].parts[0].out = static_cast<walk::T*>(layer.total);
+  products[kWalkQkv].parts[0].out = static_cast<walk::T*>(layer.q);
+  products[kWalkQkv].parts[1].out = static_cast<walk::T*>(layer.k);
+  products[kWalkQkv].parts[2].out = static_cast<walk::T*>(layer.v);
+  for (int i = 0; i < 2; ++i) {
+    walk::Product& own = products[i == 0 ? kWalkGateUp : kWalkQkv];
+    own.norm = static_cast<const uint8_t*>(layer.norms[i]);
+    own.wide_norm = layer.wide_norms[i];
+  }
+  products[kWalkOut].plain_lhs = static_cast<const uint8_t*>(layer.attended);
+  products[kWalkOut].plain_residual = static_cast<const uint32_t*>(layer.residual);
+}
+
+// What all launches have in common.
+Params ParamsOf(const WalkShape& shape, const WalkOptions& options, const WalkGrid& grid) {
+  Params p = {};
+  PlaceAll(shape, options, grid.shared_bytes, &p);
+  p.layers = shape.layers;
+  p.clusters = grid.clusters;
+  p.slack = options.slack;
+  p.sleep = options.sleep;
+  p.loads = options.loads;
+  p.waits = options.waits;
+  p.epsilon = options.epsilon;
+  p.epoch = options.epoch;
+  p.patience = static_cast<uint32_t>(options.patience);
+  SetSizes(shape, options, &p);
+  return p;
+}
+
+constexpr int kClearThreads = 256;
+
+__global__ void ClearKernel(uint4* data, int64_t count) {
+  const int64_t i = blockIdx.x * int64_t{kClearThreads} + threadIdx.x;
+  if (i < count) data[i] = {0, 0, 0, 0};
 }
 
 }  // namespace
@@ -118,7 +190,7 @@ cudaError_t FindWalkGrid(const WalkShape& shape, const WalkOptions& options, boo
   if (p.pages < 2) return cudaErrorNotSupported;
   const auto function =
       reinterpret_cast<const void*>(FindFunction(options.groups, shape.rows, stamps));
-  error = AllowSharedMemory(function, SharedBytes(p));
+  error = AllowSharedMemory(function, limit);  // other shapes may need more
   if (error != cudaSuccess) return error;
   cudaFuncAttributes attributes;
   error = cudaFuncGetAttributes(&attributes, function);
@@ -136,19 +208,10 @@ cudaError_t FindWalkGrid(const WalkShape& shape, const WalkOptions& options, boo
 cudaError_t LaunchWalk(const WalkShape& shape, const WalkBuffers& buffers,
                        const WalkOptions& options, const WalkGrid& grid, cudaStream_t stream) {
   const bool stamps = buffers.stamps != nullptr;
-  Params p = {};
-  PlaceAll(shape, options, grid.shared_bytes, &p);
-  p.layers = shape.layers;
-  p.clusters = grid.clusters;
-  p.slack = options.slack;
-  p.sleep = options.sleep;
-  p.loads = options.loads;
-  p.waits = options.waits;
-  p.epoch = options.epoch;
-  p.patience = static_cast<uint32_t>(options.patience);
+  Params p = ParamsOf(shape, options, grid);
   p.error = buffers.error;
   p.stamps = buffers.stamps;
-  SetShape(shape, buffers, options, &p);
+  SetBuffers(buffers, &p);
   LaunchConfig config(grid.clusters * 2, Threads(options.groups), grid.shared_bytes, stream, false,
                       2);
   cudaLaunchAttribute attributes[2] = {config.attributes[0], {}};
@@ -158,6 +221,31 @@ cudaError_t LaunchWalk(const WalkShape& shape, const WalkBuffers& buffers,
   config.config.numAttrs = options.cooperative ? 2 : 1;
   return LaunchFunction(
       config, reinterpret_cast<const void*>(FindFunction(options.groups, shape.rows, stamps)), &p);
+}
+
+int64_t WalkRegionBytes(const WalkShape& shape) {
+  int64_t bytes = kCountBytes;
+  for (int step = 0; step < kWalkSteps; ++step) bytes += EntryBytes(shape, step);
+  return bytes;
+}
+
+cudaError_t ClearWalkRegion(void* region, int64_t bytes, cudaStream_t stream) {
+  const int64_t count = bytes / int64_t{sizeof(uint4)};
+  const LaunchConfig config(CeilDiv(count, kClearThreads), kClearThreads, 0, stream);
+  return cudaLaunchKernelEx(&config.config, ClearKernel, static_cast<uint4*>(region), count);
+}
+
+cudaError_t LaunchWalkLayer(const WalkShape& shape, const WalkLayer& layer,
+                            const WalkOptions& options, const WalkGrid& grid, int number,
+                            cudaStream_t stream) {
+  Params p = ParamsOf(shape, options, grid);
+  p.epoch += number;
+  SetEntries(shape, layer.region, &p);
+  SetLayer(layer, &p);
+  const LaunchConfig config(grid.clusters * 2, Threads(options.groups), grid.shared_bytes, stream,
+                            true, 2);
+  return LaunchFunction(
+      config, reinterpret_cast<const void*>(FindFunction(options.groups, shape.rows, false)), &p);
 }
 
 }  // namespace jaxlowbit::sm90_stream

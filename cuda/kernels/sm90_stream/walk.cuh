@@ -18,6 +18,7 @@
 // Limits: FindWalkGrid in walk.cu. All CTAs must be resident, since they wait for each other.
 #pragma once
 
+#include "cuda/device/pdl.cuh"
 #include "cuda/device/wgmma.cuh"
 #include "cuda/kernels/sm90_stream/walk_collect.cuh"
 #include "cuda/kernels/sm90_stream/walk_fill.cuh"
@@ -58,6 +59,7 @@ __global__ void __launch_bounds__(I::kThreads, 1) WalkKernel(const __grid_consta
   extern __shared__ __align__(1024) uint8_t shared[];
   const Memory memory = {SharedAddress(shared)};
   const int warp = static_cast<int>(threadIdx.x) / 32;
+  LaunchDependents();
   if (warp == 0) InitBarriers(p, memory);
   Anchor<I>(p, 0);
   __syncthreads();

@@ -8,22 +8,9 @@
 
 #include <cstdint>
 
+#include "cuda/kernels/sm90_stream/walk_shape.h"
+
 namespace jaxlowbit::sm90_stream {
-
-// The products of a layer, in this order.
-enum WalkStep { kWalkOut, kWalkGateUp, kWalkDown, kWalkQkv };
-inline constexpr int kWalkSteps = 4;
-
-// A decoder: columns of x; of q, k and v together; of the gate.
-struct WalkShape {
-  int width, qkv, mlp, layers, rows;
-  constexpr int k(int step) const { return step == kWalkDown ? mlp : width; }
-  // Columns of a step's result; the weight of gate and up has twice as many.
-  constexpr int n(int step) const {
-    return step == kWalkGateUp ? mlp : step == kWalkQkv ? qkv : width;
-  }
-  constexpr int weights(int step) const { return step == kWalkGateUp ? 2 : 1; }
-};
 
 // Two bfloat16 (low half) and the epoch that wrote them (high half): data that are their own flag.
 using WalkEntry = uint64_t;
@@ -54,6 +41,7 @@ struct WalkOptions {
   bool cooperative = true;  // false: the caller knows that all CTAs are resident
   int patience = 2000;      // milliseconds
   uint32_t epoch = 2;       // of the first layer; what begins the walk has the epoch before
+  float epsilon = 1e-5f;    // of the normalizations
 };
 
 // The units of a step, which clusters take: strips of 64 channels (pairs of strips of gate and up), the rest
@@ -79,5 +67,33 @@ cudaError_t FindWalkGrid(const WalkShape& shape, const WalkOptions& options, boo
 // `grid`: of the same shape and options, with stamps if the buffers have some.
 cudaError_t LaunchWalk(const WalkShape& shape, const WalkBuffers& buffers,
                        const WalkOptions& options, const WalkGrid& grid, cudaStream_t stream);
+
+// --- one layer between two attentions -------------------------------------------------------------
+
+// Device memory of a layer. Rows are bfloat16; buffers begin at multiples of 16 bytes.
+struct WalkLayer {
+  // Of o, of gate and up, of down, of q, of k and of v.
+  static constexpr int kWeights = kWalkSteps + 2;
+  const void *packed[kWeights], *scales[kWeights];
+  int columns[3];  // of q, k and v; together shape.qkv
+  const void* norms[2];
+  bool wide_norms[2];               // float32
+  const void *attended, *residual;  // [rows][shape.k(kWalkOut)] and [rows][width]
+  void *total, *q, *k, *v;          // the new residual, and rows of WalkLayer::columns
+  void* region;                     // WalkRegionBytes, which ClearWalkRegion has set to zero
+};
+
+// Memory that consecutive layers of the same shape share.
+int64_t WalkRegionBytes(const WalkShape& shape);
+
+// Enqueues the start of consecutive layers.
+cudaError_t ClearWalkRegion(void* region, int64_t bytes, cudaStream_t stream);
+
+// Enqueues layer `number` since ClearWalkRegion, counted from 0, under PDL. Before the kernels in front of it have ended,
+// it reads only weights. Shape: of one layer. `grid`: of the same shape and options. If CTAs wait for each other for longer
+// than options.patience, the kernel ends with an error of its context.
+cudaError_t LaunchWalkLayer(const WalkShape& shape, const WalkLayer& layer,
+                            const WalkOptions& options, const WalkGrid& grid, int number,
+                            cudaStream_t stream);
 
 }  // namespace jaxlowbit::sm90_stream

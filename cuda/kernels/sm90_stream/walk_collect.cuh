@@ -5,6 +5,7 @@
 #pragma once
 
 #include "cuda/device/dequant.cuh"
+#include "cuda/device/pdl.cuh"
 #include "cuda/kernels/epilogue.cuh"
 #include "cuda/kernels/sm90_stream/walk_multiply.cuh"
 
@@ -21,6 +22,7 @@ class Collector {
         watch_(p) {}
 
   __device__ void CollectAll() {
+    WaitForPreviousKernels();
     for (int layer = 0; layer < p_.layers; ++layer) {
       for (int step = 0; step < kWalkSteps; ++step) {
         const Units units(p_, layer, step);
@@ -66,25 +68,29 @@ class Collector {
         values[j] = TimesSigmoid(SigmoidFormOf(Activation::kSilu), values[j]) * up[j];
       }
     }
-    values[0] += Pair<T>::Low(residual);
-    values[1] += Pair<T>::High(residual);
-    const uint32_t both = Pair<T>::Round(values[0], values[1]);
-    if (place.part == 0) {
+    // Rounded before the sum too, as separate kernels do.
+    uint32_t both = Pair<T>::Round(values[0], values[1]);
+    both = Pair<T>::Round(Pair<T>::Low(both) + Pair<T>::Low(residual),
+                          Pair<T>::High(both) + Pair<T>::High(residual));
+    if (place.part == 0 && product.out != nullptr) {
       StoreRelaxed(product.out + entry, static_cast<uint64_t>(p_.epoch + layer) << 32 | both);
     }
     __syncwarp();
     if (lane_ < 2 && !watch_.stopped()) {
       ArriveRemoteAfterReads(MapToRank(memory_.partials_free(buffer), lane_), true);
     }
-    if (lane_ == 0) AddRelaxed(product.count, 1);
-    if (product.trace != nullptr && place.part == 0) {
-      const int64_t at = int64_t{layer} * I::kRows * product.out_row + entry;
-      reinterpret_cast<uint32_t*>(product.trace)[at] = both;
+    if (lane_ == 0 && product.count != nullptr) AddRelaxed(product.count, 1);
+    const Part& part = product.PartOf(unit.strip);
+    if (part.out != nullptr && place.part == 0) {
+      const int64_t row = int64_t{layer} * I::kRows + place.row;
+      const int64_t at = row * part.row + column + place.pair - part.first * 32;
+      reinterpret_cast<uint32_t*>(part.out)[at] = both;
     }
     ++units_;
   }
 
   __device__ uint32_t LoadResidual(const Product& product, int entry, int layer) {
+    if (product.plain_residual != nullptr) return product.plain_residual[entry];
     if (product.residual == nullptr) return 0;
     const uint32_t epoch = p_.epoch + layer + product.residual_epoch;
     uint64_t value = 0;

@@ -35,12 +35,13 @@ class PageFiller {
   // Loads the pages of the unit's strip `number`.
   __device__ void FillStrip(const Units& units, const Unit& unit, int layer, int number) {
     const Product& product = units.product;
-    const int64_t strip = unit.strip + number * product.second;
+    const Part& own = product.PartOf(unit.strip);
+    const int64_t strip = unit.strip - own.first + number * product.second;
     const int atoms = product.atoms, page_atoms = units.PageAtoms(unit);
     const int64_t atom = strip * 2 * atoms + rank_ * atoms;
-    const uint8_t* packed = product.packed + layer * product.packed_stride + atom * kAtomBytes<4>;
+    const uint8_t* packed = own.packed + layer * product.packed_stride + atom * kAtomBytes<4>;
     const uint8_t* scales =
-        product.scales + layer * product.scale_stride + atom / kGroupAtoms * kGroupScaleBytes;
+        own.scales + layer * product.scale_stride + atom / kGroupAtoms * kGroupScaleBytes;
     const bool whole = unit.half < 0;
     const int scale_bytes = page_atoms / kGroupAtoms * kGroupScaleBytes;
     // Each lane's copy of every page.

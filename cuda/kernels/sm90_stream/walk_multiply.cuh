@@ -5,6 +5,7 @@
 
 #include "cuda/device/mma.cuh"
 #include "cuda/device/packed.cuh"
+#include "cuda/device/pdl.cuh"
 #include "cuda/device/rows.cuh"
 #include "cuda/kernels/sm90_stream/walk_rows.cuh"
 
@@ -87,6 +88,7 @@ class Consumer {
   }
 
   __device__ void MultiplyAll() {
+    WaitForPreviousKernels();
     for (int layer = 0; layer < p_.layers; ++layer) {
       for (int step = 0; step < kWalkSteps; ++step) {
         const Units units(p_, layer, step);

@@ -48,35 +48,53 @@ struct Instance {
   static constexpr int kPartBytes = 2048 * kGroups;
 };
 
+// The most weights side by side in a step: q, k and v.
+inline constexpr int kMaxParts = 3;
+
+// One of the weights of a step, or a pair of gate and up.
+struct Part {
+  const uint8_t *packed, *scales;
+  T* out;     // null, or rows of every layer
+  int first;  // strip of the step
+  int row;    // pairs of columns of a row of out
+};
+
 // The product of a step. Strides are of a layer.
 struct Product {
-  const uint8_t *packed, *scales;
+  Part parts[kMaxParts];
   int64_t packed_stride, scale_stride;
   const uint8_t* norm;  // null: none
+  bool wide_norm;       // float32
   int64_t norm_stride;
+  const uint8_t* plain_lhs;  // null, or rows of T that earlier kernels wrote, instead of entries
   const uint64_t* lhs;
   int lhs_row;    // entries between rows
   int lhs_epoch;  // 0 or -1: relative to the layer's
   const uint64_t* lhs_count;
-  int lhs_arrivals;          // of a layer
+  int lhs_arrivals;                // of a layer
+  const uint32_t* plain_residual;  // null, or rows of T that earlier kernels wrote
   const uint64_t* residual;  // null: none; of the epoch residual_epoch, relative to the layer's
   int residual_epoch;
-  uint64_t *out, *count;
-  T* trace;
-  int out_row;  // entries of a row
-  int atoms;    // along k, of a CTA
-  int columns;  // of a row of lhs
-  int second;   // strips between the gate's strip and up's; 0: not gated
+  uint64_t *out, *count;  // null: only rows
+  int out_row;            // entries of a row
+  int atoms;              // along k, of a CTA
+  int columns;            // of a row of lhs
+  int second;             // strips between the gate's strip and up's; 0: not gated
   WalkUnits units;
+
+  __device__ const Part& PartOf(int strip) const {
+    return parts[(strip >= parts[1].first ? 1 : 0) + (strip >= parts[2].first ? 1 : 0)];
+  }
 };
 
 struct Params {
   Product products[kWalkSteps];
   int layers, clusters, pages, flight, slack, sleep;
   bool loads, waits;
-  uint32_t epoch, patience;  // patience: in 2^20 ns
-  unsigned long long *error, *stamps;
-  int lhs_at, partials_at, ring_at;  // in shared memory
+  float epsilon;
+  uint32_t epoch, patience;            // patience: in 2^20 ns
+  unsigned long long *error, *stamps;  // null error: a wait that lasts too long ends the context
+  int lhs_at, partials_at, ring_at;    // in shared memory
 };
 
 // A unit of a cluster.
@@ -161,9 +179,10 @@ class Watch {
       if (++polls % kPollsBetweenChecks != 0) continue;
       const auto now = static_cast<uint32_t>(Nanoseconds() >> 20);
       if (polls == kPollsBetweenChecks) start = now;
-      if (LoadRelaxed(p_.error) != 0) {
+      if (p_.error != nullptr && LoadRelaxed(p_.error) != 0) {
         stopped_ = true;
       } else if (now - start > p_.patience) {
+        if (p_.error == nullptr) __trap();
         stopped_ = true;
         StoreRelaxed(p_.error, static_cast<uint64_t>(blockIdx.x) << 32 |
                                    static_cast<uint64_t>(step) << 8 | static_cast<uint64_t>(what));

@@ -9,8 +9,6 @@
 
 namespace jaxlowbit::sm90_stream::walk {
 
-inline constexpr float kEpsilon = 1e-5f;
-
 template <class I>
 class RowLoader {
  public:
@@ -30,6 +28,8 @@ class RowLoader {
   __device__ void Load() {
     if (product_.norm != nullptr) {
       LoadNormalized();
+    } else if (product_.plain_lhs != nullptr) {
+      LoadRows();
     } else {
       LoadPlain();
     }
@@ -90,6 +90,17 @@ class RowLoader {
                  columns);
   }
 
+  // Copies rows of earlier kernels.
+  __device__ void LoadRows() {
+    const auto* rows = reinterpret_cast<const uint2*>(product_.plain_lhs);
+#pragma unroll
+    for (int row = 0; row < I::kRows; ++row) {
+      for (int vector = thread_; vector < own_; vector += kThreads) {
+        Store(row, vector, rows[(row * 2 + rank_) * own_ + vector]);
+      }
+    }
+  }
+
   __device__ void LoadPlain() {
     constexpr int kBatch = 8;
     WaitForCount();
@@ -126,13 +137,11 @@ class RowLoader {
 
   __device__ void LoadNormalized() {
     constexpr int kVectors = I::kVectors, kRows = I::kRows;
-    uint2 scales[kVectors];
-    const auto* norm =
-        reinterpret_cast<const uint2*>(product_.norm + layer_ * product_.norm_stride);
+    float4 scales[kVectors];
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       const int vector = thread_ + j * kThreads;
-      scales[j] = vector < own_ ? norm[rank_ * own_ + vector] : uint2{0, 0};
+      if (vector < own_) scales[j] = LoadScales(rank_ * own_ + vector);
     }
     WaitForCount();
     // Vectors of rank 0's half, then of rank 1's, for each row.
@@ -160,7 +169,7 @@ class RowLoader {
       for (int warp = 0; warp < I::kConsumers; ++warp) {
         squares[row] += __uint_as_float(LoadShared4(memory_.squares(warp, row)));
       }
-      const float factor = rsqrtf(squares[row] / static_cast<float>(product_.columns) + kEpsilon);
+      const float factor = rsqrtf(squares[row] / static_cast<float>(product_.columns) + p_.epsilon);
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
         const int vector = thread_ + j * kThreads;
@@ -169,16 +178,24 @@ class RowLoader {
         const EntryPair own = rank_ == 0 ? pairs[first] : pairs[first + kVectors];
         if (vector < own_) {
           Store(row, vector,
-                {Normalized(static_cast<uint32_t>(own.first), factor, scales[j].x),
-                 Normalized(static_cast<uint32_t>(own.second), factor, scales[j].y)});
+                {Normalized(static_cast<uint32_t>(own.first), factor, scales[j].x, scales[j].y),
+                 Normalized(static_cast<uint32_t>(own.second), factor, scales[j].z, scales[j].w)});
         }
       }
     }
   }
 
-  __device__ static uint32_t Normalized(uint32_t both, float factor, uint32_t scale) {
-    return Pair<T>::Round(Pair<T>::Low(both) * factor * Pair<T>::Low(scale),
-                          Pair<T>::High(both) * factor * Pair<T>::High(scale));
+  // Scales of four columns.
+  __device__ float4 LoadScales(int vector) const {
+    const uint8_t* norm = product_.norm + layer_ * product_.norm_stride;
+    if (product_.wide_norm) return reinterpret_cast<const float4*>(norm)[vector];
+    const uint2 pairs = reinterpret_cast<const uint2*>(norm)[vector];
+    return {Pair<T>::Low(pairs.x), Pair<T>::High(pairs.x), Pair<T>::Low(pairs.y),
+            Pair<T>::High(pairs.y)};
+  }
+
+  __device__ static uint32_t Normalized(uint32_t both, float factor, float low, float high) {
+    return Pair<T>::Round(Pair<T>::Low(both) * factor * low, Pair<T>::High(both) * factor * high);
   }
 
   const Params& p_;
