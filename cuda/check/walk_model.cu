@@ -127,7 +127,7 @@ __global__ void CompareStep(Weight first, Weight second, const T* lhs, int64_t l
   }
   if (residual != nullptr) {
     const double addend = static_cast<float>(residual[i]);
-    result.bound += 0x1p-9 * fabs(result.value);  // the product is rounded, too
+    result.bound += 0x1p-8 * fabs(result.value);  // the product is rounded, too
     result.value += addend;
     result.bound += 0x1p-24 * (fabs(result.value) + fabs(addend));
   }
