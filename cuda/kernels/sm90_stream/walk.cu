@@ -57,7 +57,7 @@ void PlaceAll(const WalkShape& shape, const WalkOptions& options, int limit, Par
   for (int step = 0; step < kWalkSteps; ++step) atoms = std::max(atoms, shape.k(step) / 128);
   p->lhs_at = walk::kBarrierArea;
   p->partials_at = p->lhs_at + atoms * shape.rows * walk::kLhsBytes;
-  p->ring_at = p->partials_at + 2 * 2 * 2048 * options.groups;
+  p->ring_at = p->partials_at + 2 * 2 * walk::kPartBytes;
   p->pages = std::min({options.pages, walk::kMaxPages, (limit - p->ring_at) / walk::kPageBytes});
   p->flight = std::min(options.flight, p->pages);
 }
@@ -95,7 +95,6 @@ void SetShape(const WalkShape& shape, const WalkBuffers& buffers, const WalkOpti
     own.trace = static_cast<walk::T*>(buffers.trace[step]);
     own.out_row = shape.n(step) / 2;
     own.atoms = shape.k(step) / 128;
-    own.columns = shape.k(step);
     own.second = step == kWalkGateUp ? strips : 0;
     own.units = units_of(step);
   }
@@ -140,6 +139,8 @@ cudaError_t LaunchWalk(const WalkShape& shape, const WalkBuffers& buffers,
   PlaceAll(shape, options, grid.shared_bytes, &p);
   p.layers = shape.layers;
   p.clusters = grid.clusters;
+  p.turn = 17 % grid.clusters;
+  p.mean_factor = 1.0f / static_cast<float>(shape.width);
   p.slack = options.slack;
   p.sleep = options.sleep;
   p.loads = options.loads;
