@@ -14,12 +14,9 @@
 namespace jaxlowbit::check {
 namespace {
 
-using sm90_stream::kStampDone;
-using sm90_stream::kStampLanded;
-using sm90_stream::kStampPage;
+using sm90_stream::kNumWalkStamps;
 using sm90_stream::kStampStart;
 using sm90_stream::kStampStored;
-using sm90_stream::kStampThere;
 using sm90_stream::kWalkStamps;
 using sm90_stream::kWalkSteps;
 using sm90_stream::WalkGrid;
@@ -193,6 +190,13 @@ void TimeParts(WalkModel& model, const WalkOptions& options, const WalkGrid& gri
               static_cast<double>(model.layer_bytes()) / all / 1e6,
               static_cast<double>(model.layer_bytes()) / stream / 1e6, kilobytes / neither,
               (waits - neither) / kWalkSteps);
+  WalkOptions counted = options, fewer = options;
+  counted.slack = 0;
+  fewer.groups = 1;
+  WalkGrid other;
+  const bool has_fewer = FindWalkGrid(model.shape(), fewer, false, &other) == cudaSuccess;
+  std::printf("  waiting for a counter first %.2f us; 8 consumer warps %.2f us\n",
+              Time(model, counted, launches), has_fewer ? Time(model, fewer, launches) : 0.0);
   const WalkShape& shape = model.shape();
   if (shape.width == kModel8b.width && shape.mlp == kModel8b.mlp) {
     std::printf("  %s (%.2f of at most %.0f us a layer on an H100)\n",
@@ -214,11 +218,6 @@ class Clocks {
     return static_cast<double>(first_[0]) +
            static_cast<double>(static_cast<long long>(At(step, stamp) - first_[1])) * per_clock;
   }
-  // Pages there at the start of the wait and at its end.
-  double Landed(int step, bool end) const {
-    const unsigned long long both = At(step, kStampLanded);
-    return static_cast<double>(end ? both >> 32 : both & 0xffffffff);
-  }
 
  private:
   unsigned long long At(int step, int stamp) const { return stamps_[step * kWalkStamps + stamp]; }
@@ -228,7 +227,7 @@ class Clocks {
 
 // Means over the layers, relative to the last store of the step before.
 struct StepTimes {
-  double mean[kWalkStamps] = {}, last[kWalkStamps] = {}, landed[2] = {};
+  double mean[kWalkStamps] = {}, last[kWalkStamps] = {};
 };
 
 StepTimes TimesOf(const std::vector<Clocks>& ctas, int step, int layers) {
@@ -239,7 +238,7 @@ StepTimes TimesOf(const std::vector<Clocks>& ctas, int step, int layers) {
     for (const Clocks& cta : ctas) {
       if (cta.Has(number - 1)) before = std::max(before, cta.Nanoseconds(number - 1, kStampStored));
     }
-    for (int stamp = kStampStart; stamp <= kStampStored; ++stamp) {
+    for (int stamp = 0; stamp < kNumWalkStamps; ++stamp) {
       double sum = 0, last = -1e9;
       int count = 0;
       for (const Clocks& cta : ctas) {
@@ -251,14 +250,6 @@ StepTimes TimesOf(const std::vector<Clocks>& ctas, int step, int layers) {
       }
       times.mean[stamp] += sum / std::max(count, 1) / (layers - 1);
       times.last[stamp] += last / (layers - 1);
-    }
-    for (int end = 0; end < 2; ++end) {
-      double sum = 0;
-      int count = 0;
-      for (const Clocks& cta : ctas) {
-        if (cta.Has(number)) sum += cta.Landed(number, end != 0), ++count;
-      }
-      times.landed[end] += sum / std::max(count, 1) / (layers - 1);
     }
   }
   return times;
@@ -283,18 +274,20 @@ void PrintStamps(WalkModel& model, const WalkOptions& options) {
   for (int cta = 0; cta < 2 * grid.clusters; ++cta) {
     ctas.emplace_back(values.data() + int64_t{cta} * (steps + 2) * kWalkStamps, steps);
   }
-  constexpr const char* kNames[] = {"o", "gate, up", "down", "q, k, v"};
-  std::printf(
-      "us after the last store of the step before, mean / last CTA:\n"
-      "step      wait begins     rows there      first page      multiplied      stored"
-      "          pages there before and after the wait\n");
-  for (int step = 0; step < kWalkSteps; ++step) {
-    const StepTimes times = TimesOf(ctas, step, layers);
-    std::printf("%-8s", kNames[step]);
-    for (int stamp = kStampStart; stamp <= kStampStored; ++stamp) {
-      std::printf("  %6.2f /%6.2f", times.mean[stamp], times.last[stamp]);
-    }
-    std::printf("  %4.1f %4.1f\n", times.landed[0], times.landed[1]);
+  StepTimes times[kWalkSteps];
+  for (int step = 0; step < kWalkSteps; ++step) times[step] = TimesOf(ctas, step, layers);
+  constexpr const char* kNames[kNumWalkStamps] = {
+      "step begins",     "entries seen",     "all warps there",
+      "rows there",      "first page there", "first page done",
+      "first unit done", "first unit sent",  "all multiplied",
+      "all sent",        "collector waits",  "partial sums there",
+      "stored"};
+  std::printf("us after the last store of the step before, mean / last CTA:\n%-20s%s\n", "",
+              "      o               gate, up        down            q, k, v");
+  for (int stamp = 0; stamp < kNumWalkStamps; ++stamp) {
+    std::printf("%-20s", kNames[stamp]);
+    for (const StepTimes& t : times) std::printf("%7.2f /%6.2f ", t.mean[stamp], t.last[stamp]);
+    std::printf("\n");
   }
   std::fflush(stdout);
 }

@@ -47,7 +47,7 @@ void PlaceAll(const WalkShape& shape, const WalkOptions& options, int limit, Par
   for (int step = 0; step < kWalkSteps; ++step) atoms = std::max(atoms, shape.k(step) / 128);
   p->lhs_at = walk::kBarrierArea;
   p->partials_at = p->lhs_at + atoms * shape.rows * walk::kLhsBytes;
-  p->ring_at = p->partials_at + 2 * 2 * 2048 * options.groups;
+  p->ring_at = p->partials_at + 2 * 2 * walk::kPartBytes;
   p->pages = std::min({options.pages, walk::kMaxPages, (limit - p->ring_at) / walk::kPageBytes});
   p->flight = std::min(options.flight, p->pages);
 }
@@ -77,7 +77,6 @@ void SetSizes(const WalkShape& shape, const WalkOptions& options, Params* p) {
     own.residual_epoch = step == kWalkOut ? -1 : 0;
     own.out_row = shape.n(step) / 2;
     own.atoms = shape.k(step) / 128;
-    own.columns = shape.k(step);
     own.second = step == kWalkGateUp ? strips : 0;
     own.units = units_of(step);
   }
@@ -145,7 +144,7 @@ void SetLayer(const WalkLayer& layer, Params* p) {
     own.norm = static_cast<const uint8_t*>(layer.norms[i]);
     own.wide_norm = layer.wide_norms[i];
   }
-  products[kWalkOut].plain_lhs = static_cast<const uint8_t*>(layer.attended);
+  products[kWalkOut].plain_lhs = static_cast<const walk::T*>(layer.attended);
   products[kWalkOut].plain_residual = static_cast<const uint32_t*>(layer.residual);
 }
 
@@ -155,6 +154,8 @@ Params ParamsOf(const WalkShape& shape, const WalkOptions& options, const WalkGr
   PlaceAll(shape, options, grid.shared_bytes, &p);
   p.layers = shape.layers;
   p.clusters = grid.clusters;
+  p.turn = 17 % grid.clusters;
+  p.mean_factor = 1.0f / static_cast<float>(shape.width);
   p.slack = options.slack;
   p.sleep = options.sleep;
   p.loads = options.loads;

@@ -30,6 +30,8 @@ __device__ inline void InitBarriers(const Params& p, Memory memory) {
   if (lane < p.pages) {
     InitBarrier(memory.full(lane), 1);
     InitBarrier(memory.empty(lane), 8);
+  } else if (lane > kMaxPages && lane <= kMaxPages + kWalkSteps) {
+    StepInfo::Store(p.products[lane - kMaxPages - 1], memory.step(lane - kMaxPages - 1));
   } else if (lane == kMaxPages) {
     for (int buffer = 0; buffer < 2; ++buffer) {
       InitBarrier(memory.partials_full(buffer), 1);
@@ -71,7 +73,7 @@ __global__ void __launch_bounds__(I::kThreads, 1) WalkKernel(const __grid_consta
   } else {
     if constexpr (I::kPassesRegisters) ReleaseRegisters<I::kHelperRegisters>();
     if (warp == I::kConsumers) {
-      PageFiller(p, memory).FillAll();
+      PageFiller<I>(p, memory).FillAll();
     } else if (warp == I::kConsumers + 1) {
       Collector<I>(p, memory).CollectAll();
     }

@@ -15,8 +15,24 @@ namespace jaxlowbit::sm90_stream {
 // Two bfloat16 (low half) and the epoch that wrote them (high half): data that are their own flag.
 using WalkEntry = uint64_t;
 
-inline constexpr int kWalkStamps = 8;  // per CTA and step
-enum WalkStamp { kStampStart, kStampThere, kStampPage, kStampDone, kStampStored, kStampLanded };
+inline constexpr int kWalkStamps = 16;  // per CTA and step
+// Of a consumer thread in the order of time, then of the collector.
+enum WalkStamp {
+  kStampStart,       // the step begins: polls of entries begin
+  kStampSeen,        // this thread's entries are there
+  kStampSquares,     // sums of squares are there, or rows of the step before are no longer read
+  kStampThere,       // all rows are in shared memory
+  kStampPage,        // the first page is there
+  kStampFirst,       // the first page is multiplied
+  kStampUnit,        // the first unit is multiplied
+  kStampSent,        // and sent
+  kStampMultiplied,  // the last page is multiplied
+  kStampDone,        // the last unit is sent
+  kStampExpected,    // the collector waits for the last unit
+  kStampPartials,    // whose sums are there
+  kStampStored,      // and stored
+  kNumWalkStamps
+};
 
 // Device memory. Results of a step are [rows][n / 2] entries.
 struct WalkBuffers {
@@ -34,7 +50,7 @@ struct WalkOptions {
   int groups = 2;     // of 8 consumer warps: 1 or 2
   int pages = 16;     // of the ring, at most
   int flight = 4;     // pages in flight at most
-  int slack = 0;      // results missing when polling of data begins; negative: it begins at once
+  int slack = -1;     // results missing when polling of data begins; negative: it begins at once
   int sleep = 0;      // nanoseconds between polls of data
   bool loads = true;  // false: weights stay in shared memory
   bool waits = true;  // false: activations are not waited for

@@ -23,14 +23,16 @@ class Collector {
 
   __device__ void CollectAll() {
     WaitForPreviousKernels();
+    Turned turned(p_);
+#pragma unroll 1
     for (int layer = 0; layer < p_.layers; ++layer) {
-      for (int step = 0; step < kWalkSteps; ++step) {
-        const Units units(p_, layer, step);
+#pragma unroll 1
+      for (int step = 0; step < kWalkSteps; ++step, turned.Next()) {
+        const Units units(p_, step, turned.value());
         number_ = layer * kWalkSteps + step;
-        for (int i = 0; i < units.count(); ++i) Collect(units, units.At(i), layer);
-        if (I::kStamps && lane_ == 0 && units.count() > 0) {
-          Stamp<I>(p_, number_, kStampStored, Clock());
-        }
+        const int count = units.count();
+#pragma unroll 1
+        for (int i = 0; i < count; ++i) Collect(units.product, units.At(i), layer);
       }
     }
   }
@@ -41,52 +43,66 @@ class Collector {
 
   // This lane's two neighbouring channels of a row; several lanes add different senders of the same.
   struct Place {
-    int pair, row, part, parts;
+    bool whole, gated;
+    int lane;
+    __device__ int pairs_log() const { return whole ? 4 : 3; }
+    __device__ int outs_log() const { return pairs_log() + I::kRows - 1; }
+    __device__ int pair() const { return lane & ((1 << pairs_log()) - 1); }
+    __device__ int row() const { return I::kRows == 1 ? 0 : lane >> pairs_log() & 1; }
+    __device__ int part() const { return lane >> outs_log(); }
+    __device__ int senders_log() const {  // of each part
+      const int groups_log = I::kGroups == 1 || (I::kSplitsPairs && gated) ? 0 : 1;
+      return (whole ? 3 : 4) + groups_log - (5 - outs_log());
+    }
   };
 
-  __device__ void Collect(const Units& units, const Unit& unit, int layer) {
-    const Product& product = units.product;
-    const bool whole = unit.half < 0;
-    const int pairs = whole ? 16 : 8, outs = pairs * I::kRows;
-    const Place place = {lane_ % pairs, lane_ / pairs % I::kRows, lane_ / outs, 32 / outs};
-    const int buffer = units_ % 2;
+  __device__ void Collect(const Product& product, const Unit& unit, int layer) {
+    const Place place = {unit.half < 0, product.second > 0, lane_};
+    const int buffer = units_ % 2, parity = units_ / 2 % 2;
     const uint32_t barrier = memory_.partials_full(buffer);
     if (lane_ == 0 && !watch_.stopped()) {
-      ArriveExpecting(barrier, units.strips() * I::kPartBytes);
+      ArriveExpecting(barrier, I::kGroups == 2 || place.gated ? 2 * kPartBytes : kPartBytes);
     }
-    const int column = unit.strip * 32 + (whole ? rank_ * 16 : unit.half * 16 + rank_ * 8);
-    const int entry = place.row * product.out_row + column + place.pair;  // columns in pairs
+    const int column =
+        unit.strip * 32 + (place.whole ? rank_ * 16 : unit.half * 16 + rank_ * 8);  // in pairs
+    const int entry = place.row() * product.out_row + column + place.pair();
     const uint32_t residual = LoadResidual(product, entry, layer);
-    const int parity = units_ / 2 % 2;
+    Record(kStampExpected);
     watch_.Until(kForPartials, number_, [=] { return TryWaitForCluster(barrier, parity); });
-    float values[2], up[2];
-    Add(PartialsAt<I>(p_, memory_, buffer, 0), whole, place, values);
-    if (product.second > 0) {
-      Add(PartialsAt<I>(p_, memory_, buffer, 1), whole, place, up);
+    Record(kStampPartials);
+    float sums[2][2] = {};
+    Add(PartialsAt(p_, memory_, buffer, 0), place, sums);
+    if (place.gated) {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        values[j] = TimesSigmoid(SigmoidFormOf(Activation::kSilu), values[j]) * up[j];
+        sums[0][j] = TimesSigmoid(SigmoidFormOf(Activation::kSilu), sums[0][j]) * sums[1][j];
       }
     }
     // Rounded before the sum too, as separate kernels do.
-    uint32_t both = Pair<T>::Round(values[0], values[1]);
+    uint32_t both = Pair<T>::Round(sums[0][0], sums[0][1]);
     both = Pair<T>::Round(Pair<T>::Low(both) + Pair<T>::Low(residual),
                           Pair<T>::High(both) + Pair<T>::High(residual));
-    if (place.part == 0 && product.out != nullptr) {
+    const bool stores = place.part() == 0;
+    if (stores && product.out != nullptr) {
       StoreRelaxed(product.out + entry, static_cast<uint64_t>(p_.epoch + layer) << 32 | both);
     }
+    Record(kStampStored);
     __syncwarp();
     if (lane_ < 2 && !watch_.stopped()) {
       ArriveRemoteAfterReads(MapToRank(memory_.partials_free(buffer), lane_), true);
     }
     if (lane_ == 0 && product.count != nullptr) AddRelaxed(product.count, 1);
     const Part& part = product.PartOf(unit.strip);
-    if (part.out != nullptr && place.part == 0) {
-      const int64_t row = int64_t{layer} * I::kRows + place.row;
-      const int64_t at = row * part.row + column + place.pair - part.first * 32;
+    if (part.out != nullptr && stores) {
+      const int64_t row = int64_t{layer} * I::kRows + place.row();
+      const int64_t at = row * part.row + column + place.pair() - part.first * 32;
       reinterpret_cast<uint32_t*>(part.out)[at] = both;
     }
     ++units_;
+  }
+
+  __device__ void Record(WalkStamp stamp) const {
+    if (I::kStamps && lane_ == 0) Stamp<I>(p_, number_, stamp, Clock());
   }
 
   __device__ uint32_t LoadResidual(const Product& product, int entry, int layer) {
@@ -101,25 +117,33 @@ class Collector {
     return static_cast<uint32_t>(value);
   }
 
-  // Adds the sums of all senders, for this lane's two channels.
-  __device__ void Add(uint32_t partials, bool whole, const Place& place, float (&values)[2]) const {
-    const int senders = (whole ? 8 : 16) * I::kGroups;
-    const int stride = whole ? 2 * kFragmentBytes : kFragmentBytes;
-    const int channel = place.pair * 2 % kSliceRows;
-    const uint32_t first = partials + place.pair * 2 / kSliceRows * kFragmentBytes +
-                           channel % 8 * 16 + channel / 8 * 8 + place.row * 4;
-    values[0] = values[1] = 0;
-#pragma unroll 8
-    for (int sender = place.part; sender < senders; sender += place.parts) {
-      values[0] += __uint_as_float(LoadShared4(first + sender * stride));
-      values[1] += __uint_as_float(LoadShared4(first + sender * stride + 16));
+  // Adds the sums of all senders, for this lane's two channels of one or two strips.
+  __device__ void Add(uint32_t partials, const Place& place, float (&sums)[2][2]) const {
+    const int stride = place.whole ? 2 * kFragmentBytes : kFragmentBytes;
+    const int channel = place.pair() * 2 % kSliceRows;
+    uint32_t at = partials + place.pair() * 2 / kSliceRows * kFragmentBytes + channel % 8 * 16 +
+                  channel / 8 * 8 + place.row() * 4 + place.part() * stride;
+    const int step = stride << (5 - place.outs_log());  // to this part's next sender
+#pragma unroll 1
+    for (int four = 1 << place.senders_log(); four > 0; four -= 4) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i, at += step) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          sums[0][j] += __uint_as_float(LoadShared4(at + j * 16));
+          if (place.gated) sums[1][j] += __uint_as_float(LoadShared4(at + kPartBytes + j * 16));
+        }
+      }
     }
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      for (int lanes = 16; lanes >= 32 / place.parts; lanes /= 2) {
-        values[j] += __shfl_xor_sync(~0u, values[j], lanes);
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const float own = sums[i][j];
+        const float sum = own + __shfl_xor_sync(~0u, own, 16);
+        const float four = sum + __shfl_xor_sync(~0u, sum, 8);
+        sums[i][j] = kUnit * (place.outs_log() == 5 ? own : place.outs_log() == 4 ? sum : four);
       }
-      values[j] *= kUnit;
     }
   }
 

@@ -8,6 +8,7 @@
 
 namespace jaxlowbit::sm90_stream::walk {
 
+template <class I>
 class PageFiller {
  public:
   __device__ PageFiller(const Params& p, Memory memory)
@@ -19,34 +20,44 @@ class PageFiller {
         watch_(p) {}
 
   __device__ void FillAll() {
+    Turned turned(p_);
+#pragma unroll 1
     for (int layer = 0; layer < p_.layers; ++layer) {
-      for (int step = 0; step < kWalkSteps; ++step) {
+#pragma unroll 1
+      for (int step = 0; step < kWalkSteps; ++step, turned.Next()) {
         step_ = layer * kWalkSteps + step;
-        const Units units(p_, layer, step);
-        for (int i = 0; i < units.count(); ++i) {
-          for (int j = 0; j < units.strips(); ++j) FillStrip(units, units.At(i), layer, j);
-        }
+        const Units units(p_, step, turned.value());
+        PrefetchNorm(units.product, layer);
+        const int count = units.count();
+#pragma unroll 1
+        for (int i = 0; i < count; ++i) FillUnit(units, units.At(i), layer);
       }
     }
     if (watch_.stopped()) Sleep(500000);  // copies may be in flight
   }
 
  private:
-  // Loads the pages of the unit's strip `number`.
-  __device__ void FillStrip(const Units& units, const Unit& unit, int layer, int number) {
+  // Weights of the norm in device memory would be waited for.
+  __device__ void PrefetchNorm(const Product& product, int layer) const {
+    if (product.norm == nullptr || lane_ != 0) return;
+    const int bytes = product.atoms * 64 * (product.wide_norm ? 4 : 2);
+    PrefetchToL2(product.norm + layer * product.norm_stride + rank_ * bytes, bytes);
+  }
+
+  // Loads the pages of a unit: of the gate's and up's strip in turn, or one strip after the other.
+  __device__ void FillUnit(const Units& units, const Unit& unit, int layer) {
     const Product& product = units.product;
+    const bool whole = unit.half < 0;
+    const int atoms = product.atoms, page_atoms = PageAtoms(whole);
     const Part& own = product.PartOf(unit.strip);
-    const int64_t strip = unit.strip - own.first + number * product.second;
-    const int atoms = product.atoms, page_atoms = units.PageAtoms(unit);
-    const int64_t atom = strip * 2 * atoms + rank_ * atoms;
+    const int64_t atom = int64_t{unit.strip - own.first} * 2 * atoms + rank_ * atoms;
     const uint8_t* packed = own.packed + layer * product.packed_stride + atom * kAtomBytes<4>;
     const uint8_t* scales =
         own.scales + layer * product.scale_stride + atom / kGroupAtoms * kGroupScaleBytes;
-    const bool whole = unit.half < 0;
     const int scale_bytes = page_atoms / kGroupAtoms * kGroupScaleBytes;
     // Each lane's copy of every page.
     const int packed_lanes = whole ? 1 : page_atoms;
-    const int part = kPackedBytes / packed_lanes;
+    const int part = whole ? kPackedBytes : kPackedBytes / 16;
     const bool copies_packed = lane_ < packed_lanes, copies_scales = lane_ == packed_lanes;
     const uint8_t* source = copies_scales ? scales
                             : whole       ? packed
@@ -54,8 +65,20 @@ class PageFiller {
     const int target = copies_scales ? kPackedBytes : lane_ * part;
     const int bytes = copies_packed ? part : copies_scales ? scale_bytes : 0;
     const int stride = copies_scales ? scale_bytes : page_atoms * kAtomBytes<4>;
-    for (int page = 0; page < units.Pages(unit); ++page, source += stride) {
-      FillPage(source, target, bytes, kPackedBytes + scale_bytes);
+    const int64_t up = int64_t{product.second} * 2 * atoms *
+                       (copies_scales ? kGroupScaleBytes / kGroupAtoms : kAtomBytes<4>);
+    const int pages = PagesOf(atoms, whole), strips = units.strips();
+    const int together = I::kSplitsPairs ? strips : 1;
+#pragma unroll 1
+    for (int first = 0; first < strips; first += together, source += up) {
+      const uint8_t* from = source;
+#pragma unroll 1
+      for (int page = 0; page < pages; ++page, from += stride) {
+#pragma unroll 1
+        for (int i = 0; i < together; ++i) {
+          FillPage(i == 0 ? from : from + up, target, bytes, kPackedBytes + scale_bytes);
+        }
+      }
     }
   }
 

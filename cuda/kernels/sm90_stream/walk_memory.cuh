@@ -22,6 +22,21 @@ __device__ inline EntryPair LoadEntries(const uint64_t* place) {
   return pair;
 }
 
+// Global memory that no kernel writes.
+__device__ inline uint2 LoadConstant8(const void* place) {
+  uint2 v;
+  asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];\n" : "=r"(v.x), "=r"(v.y) : "l"(place));
+  return v;
+}
+
+__device__ inline float4 LoadConstant16(const void* place) {
+  float4 v;
+  asm volatile("ld.global.nc.v4.f32 {%0, %1, %2, %3}, [%4];\n"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "l"(place));
+  return v;
+}
+
 __device__ inline uint64_t LoadRelaxed(const void* place) {
   uint64_t value;
   asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];\n" : "=l"(value) : "l"(place) : "memory");

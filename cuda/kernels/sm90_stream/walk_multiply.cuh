@@ -19,15 +19,15 @@ using Sums = float[kSlicesPerWarp][4];
 template <class I>
 class PageMultiplier {
  public:
-  // `warp`: of 8.
-  __device__ PageMultiplier(int warp, int lane, const Unit& unit) {
-    const bool whole = unit.half < 0;
-    const int group = whole ? warp / 2 : warp, slice = whole ? warp % 2 * 2 : 0;
+  // `warp`: of 8. `half`: of a unit.
+  __device__ PageMultiplier(uint32_t warp, uint32_t lane, int half) {
+    const bool whole = half < 0;
+    const uint32_t group = whole ? warp / 2 : warp, slice = whole ? warp % 2 * 2 : 0;
     atom_bytes_ = (whole ? 4 : 2) * kSliceAtomBytes;
     packed_ = group * kGroupAtoms * atom_bytes_ + slice * kSliceAtomBytes + lane * 16;
-    const int channel = (whole ? slice : 2 * unit.half) * kSliceRows + lane / 4 * 2;
+    const uint32_t channel = (whole ? slice : 2 * half) * kSliceRows + lane / 4 * 2;
     scales_ = kPackedBytes + group * kGroupScaleBytes + channel * 2;
-    const int row = min(lane % 8, I::kRows - 1);
+    const uint32_t row = min(lane % 8, I::kRows - 1u);
     lhs_ = group * kGroupAtoms * kAtomLhs + row * kLhsBytes + (lane / 8 ^ row) * kCopyBytes;
     page_lhs_ = (whole ? 8 : 16) * kAtomLhs;
   }
@@ -83,65 +83,86 @@ template <class I>
 class Consumer {
  public:
   __device__ Consumer(const Params& p, Memory memory)
-      : p_(p), memory_(memory), lane_(static_cast<int>(threadIdx.x) % 32), watch_(p) {
+      : p_(p), memory_(memory), lane_(threadIdx.x % 32), watch_(p) {
     cursor_.Advance(Warp() / 8, p.pages);
   }
 
   __device__ void MultiplyAll() {
     WaitForPreviousKernels();
+    Turned turned(p_);
+#pragma unroll 1
     for (int layer = 0; layer < p_.layers; ++layer) {
-      for (int step = 0; step < kWalkSteps; ++step) {
-        const Units units(p_, layer, step);
-        if (units.count() == 0) continue;
+#pragma unroll 1
+      for (int step = 0; step < kWalkSteps; ++step, turned.Next()) {
+        const StepInfo info = StepInfo::Load(memory_.step(step));
+        const int whole = info.units.base, count = whole + (turned.value() < info.units.extra);
+        if (count == 0) continue;
         number_ = layer * kWalkSteps + step;
-        first_page_ = true;
-        if (threadIdx.x == 0) StampStart();
-        RowLoader<I>(p_, memory_, layer, step, watch_).Load();
-        if (threadIdx.x == 0) StampThere();
-        for (int i = 0; i < units.count(); ++i) MultiplyUnit(units, units.At(i));
-        if (threadIdx.x == 0) Stamp<I>(p_, number_, kStampDone, TimeOf());
+        StampNow<I>(p_, number_, kStampStart);
+        RowLoader<I>(p_, memory_, info, layer, step, watch_).Load();
+        StampNow<I>(p_, number_, kStampThere);
+        const int last_half = info.units.cut ? (turned.value() & 1) : -1;
+#pragma unroll 1
+        for (unit_ = 0; unit_ < count; ++unit_) {
+          MultiplyUnit(info.atoms, info.gated, unit_ < whole ? -1 : last_half);
+        }
+        StampNow<I>(p_, number_, kStampDone);
       }
     }
   }
 
  private:
-  __device__ void MultiplyUnit(const Units& units, const Unit& unit) {
-    const PageMultiplier<I> multiplier(Warp() % 8, lane_, unit);
-    const int pages = units.Pages(unit) / I::kGroups;  // of a group of warps
-    for (int strip = 0; strip < units.strips(); ++strip) {
-      Sums sums = {};
-      uint32_t lhs = memory_.base + p_.lhs_at + Warp() / 8 * multiplier.page_lhs();
+  // Groups of warps take turns with pages, which are of one strip or in turn of the gate's and up's.
+  __device__ void MultiplyUnit(int atoms, bool gated, int half) {
+    const PageMultiplier<I> multiplier(Warp() % 8, lane_, half);
+    const bool by_strip = I::kSplitsPairs && gated;
+    const int turns_log = I::kGroups == 1 || by_strip ? 0 : 1;  // of groups with a strip's pages
+    const int pages = PagesOf(atoms, half < 0) >> turns_log;
+    const int stride = multiplier.page_lhs() << turns_log;
+    const uint32_t first =
+        memory_.base + p_.lhs_at + (turns_log == 0 ? 0 : Warp() / 8 * multiplier.page_lhs());
+    const uint32_t strips = gated && !by_strip ? 2 : 1;
 #pragma unroll 1
-      for (int page = 0; page < pages; ++page) {
-        watch_.Barrier(kForPage, number_, memory_.full(cursor_.slot), cursor_.parity);
-        if (I::kStamps && first_page_ && threadIdx.x == 0) {
-          Stamp<I>(p_, number_, kStampPage, TimeOf());
-          first_page_ = false;
-        }
-        multiplier.Multiply(memory_.base + p_.ring_at + cursor_.slot * kPageBytes, lhs, sums);
-        __syncwarp();  // every lane has read the page
-        if (lane_ == 0 && !watch_.stopped()) Arrive(memory_.empty(cursor_.slot));
-        cursor_.Advance(I::kGroups, p_.pages);
-        lhs += I::kGroups * multiplier.page_lhs();
-      }
+    for (uint32_t strip = 0; strip < strips; ++strip) {
+      Sums sums = {};
+      MultiplyStrip(multiplier, pages, first, stride, sums);
+      if (unit_ == 0) StampNow<I>(p_, number_, kStampUnit);
+      StampNow<I>(p_, number_, kStampMultiplied);
       if (strip == 0 && units_ >= 2) {
         watch_.Barrier(kForPartialsFree, number_, memory_.partials_free(units_ % 2),
-                       (units_ / 2 - 1) % 2);
+                       (units_ / 2 + 1) % 2);
       }
-      Send(unit, strip, sums);
+      Send(half < 0, gated, strip, sums);
+      if (unit_ == 0) StampNow<I>(p_, number_, kStampSent);
     }
     ++units_;
   }
 
+  // Multiplies this warp's pages of a strip.
+  __device__ void MultiplyStrip(const PageMultiplier<I>& multiplier, int pages, uint32_t lhs,
+                                int stride, Sums& sums) {
+#pragma unroll 1
+    for (int page = 0; page < pages; ++page, lhs += stride) {
+      watch_.Barrier(kForPage, number_, memory_.full(cursor_.slot), cursor_.parity);
+      if (I::kStamps && unit_ == 0 && page == 0) StampNow<I>(p_, number_, kStampPage);
+      multiplier.Multiply(memory_.base + p_.ring_at + cursor_.slot * kPageBytes, lhs, sums);
+      __syncwarp();  // every lane has read the page
+      if (lane_ == 0 && !watch_.stopped()) Arrive(memory_.empty(cursor_.slot));
+      if (I::kStamps && unit_ == 0 && page == 0) StampNow<I>(p_, number_, kStampFirst);
+      cursor_.Advance(I::kGroups, p_.pages);
+    }
+  }
+
   // Sends sums to the CTA that collects their channels: of whole strips rank r collects slices 2 r and 2 r + 1, of a half
-  // its slice r.
-  __device__ void Send(const Unit& unit, int strip, const Sums& sums) const {
+  // its slice r. Its buffer has 1 KB of this CTA and this group of warps for each strip.
+  __device__ void Send(bool whole, bool gated, uint32_t strip, const Sums& sums) const {
     if (lane_ % 4 != 0 || watch_.stopped()) return;
-    const bool whole = unit.half < 0;
-    const int warp = Warp() % 8, group = Opaque(ClusterRank()) * I::kGroups + Warp() / 8;
-    const int sender = whole ? group * 4 + warp / 2 : group * 8 + warp;
-    const uint32_t at = PartialsAt<I>(p_, memory_, units_ % 2, strip) + lane_ / 4 * 16 +
-                        sender * (whole ? 2 * kFragmentBytes : kFragmentBytes);
+    const uint32_t warp = Warp() % 8, group = Warp() / 8, rank = ClusterRank();
+    const uint32_t part = !gated            ? rank * I::kGroups + group
+                          : I::kSplitsPairs ? group * 2 + rank
+                                            : strip * 2 + rank;
+    const uint32_t at = PartialsAt(p_, memory_, units_ % 2, 0) + part * (kPartBytes / 2) +
+                        (whole ? warp & ~1u : warp) * kFragmentBytes + lane_ / 4 * 16;
     const uint32_t barrier = memory_.partials_full(units_ % 2);
 #pragma unroll
     for (int i = 0; i < kSlicesPerWarp; ++i) {
@@ -152,32 +173,7 @@ class Consumer {
   }
 
   // Recomputed at each use, so that it needs no register in the loop over pages.
-  __device__ static int Warp() { return Opaque(static_cast<int>(threadIdx.x)) / 32; }
-
-  __device__ uint64_t TimeOf() const { return I::kStamps ? Clock() : 0; }
-
-  __device__ void StampStart() {
-    if constexpr (I::kStamps) {
-      landed_ = Landed();
-      Stamp<I>(p_, number_, kStampStart, Clock());
-    }
-  }
-  __device__ void StampThere() {
-    if constexpr (I::kStamps) {
-      Stamp<I>(p_, number_, kStampThere, Clock());
-      Stamp<I>(p_, number_, kStampLanded, static_cast<uint64_t>(Landed()) << 32 | landed_);
-    }
-  }
-  // Pages that have arrived and wait to be multiplied.
-  __device__ int Landed() const {
-    RingCursor cursor = cursor_;
-    int count = 0;
-    while (count < p_.pages && HasEnded(memory_.full(cursor.slot), cursor.parity)) {
-      cursor.Advance(p_.pages);
-      ++count;
-    }
-    return count;
-  }
+  __device__ static uint32_t Warp() { return Opaque(static_cast<uint32_t>(threadIdx.x)) / 32; }
 
  public:
   static constexpr int kFragmentBytes = 8 * 16;  // of a slice: 16 channels of two rows
@@ -185,13 +181,11 @@ class Consumer {
  private:
   const Params& p_;
   const Memory memory_;
-  const int lane_;
+  const uint32_t lane_;
   Watch watch_;
   RingCursor cursor_ = {0, 0};
-  int units_ = 0;  // multiplied before
-  int number_ = 0;
-  bool first_page_ = false;
-  int landed_ = 0;
+  uint32_t units_ = 0;         // multiplied before
+  int unit_ = 0, number_ = 0;  // of the step; the step
 };
 
 }  // namespace jaxlowbit::sm90_stream::walk

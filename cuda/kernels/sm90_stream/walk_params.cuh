@@ -27,7 +27,7 @@ inline constexpr int kPageBytes = kPackedBytes + 8 * kGroupScaleBytes;
 inline constexpr int kSliceAtomBytes = kAtomBytes<4> / kSlicesPerStrip;
 inline constexpr int kLhsBytes = 64 * 2;  // of an atom and a row
 inline constexpr int kMaxPages = 16;
-inline constexpr int kBarrierArea = 512;
+inline constexpr int kBarrierArea = 640;
 inline constexpr int kHelperWarps =
     4;  // the producer, the collector, and two that fill their warpgroup
 
@@ -44,9 +44,12 @@ struct Instance {
   static constexpr int kHelperRegisters = 64, kConsumerRegisters = 104;
   // Vectors of four columns that a thread normalizes: of each half of a row.
   static constexpr int kVectors = kGroups == 1 && kRows == 1 ? 4 : 2;
-  // Partial sums that a CTA receives for a strip or for half of one.
-  static constexpr int kPartBytes = 2048 * kGroups;
+  // Two groups of warps take turns: with the strips of gate and up, or with the pages of a strip.
+  static constexpr bool kSplitsPairs = kGroups == 2;
 };
+
+// Partial sums that a CTA receives from a group of warps for a strip or for half of one; two such parts are a buffer.
+inline constexpr int kPartBytes = 2048;
 
 // The most weights side by side in a step: q, k and v.
 inline constexpr int kMaxParts = 3;
@@ -66,19 +69,18 @@ struct Product {
   const uint8_t* norm;  // null: none
   bool wide_norm;       // float32
   int64_t norm_stride;
-  const uint8_t* plain_lhs;  // null, or rows of T that earlier kernels wrote, instead of entries
+  const T* plain_lhs;  // null, or rows that earlier kernels wrote, instead of entries
   const uint64_t* lhs;
   int lhs_row;    // entries between rows
   int lhs_epoch;  // 0 or -1: relative to the layer's
   const uint64_t* lhs_count;
   int lhs_arrivals;                // of a layer
-  const uint32_t* plain_residual;  // null, or rows of T that earlier kernels wrote
+  const uint32_t* plain_residual;  // null, or rows that earlier kernels wrote, in pairs of columns
   const uint64_t* residual;  // null: none; of the epoch residual_epoch, relative to the layer's
   int residual_epoch;
   uint64_t *out, *count;  // null: only rows
   int out_row;            // entries of a row
   int atoms;              // along k, of a CTA
-  int columns;            // of a row of lhs
   int second;             // strips between the gate's strip and up's; 0: not gated
   WalkUnits units;
 
@@ -90,9 +92,11 @@ struct Product {
 struct Params {
   Product products[kWalkSteps];
   int layers, clusters, pages, flight, slack, sleep;
+  int turn;  // clusters between those with one more unit in two steps
   bool loads, waits;
+  uint32_t epoch, patience;  // patience: in 2^20 ns
+  float mean_factor;         // 1 / columns of a normalized row
   float epsilon;
-  uint32_t epoch, patience;            // patience: in 2^20 ns
   unsigned long long *error, *stamps;  // null error: a wait that lasts too long ends the context
   int lhs_at, partials_at, ring_at;    // in shared memory
 };
@@ -108,11 +112,12 @@ struct Units {
   const Product& product;
   int cluster, clusters, turned;
 
-  __device__ Units(const Params& p, int layer, int step)
+  // `turned`: of Turned.
+  __device__ Units(const Params& p, int step, int turned)
       : product(p.products[step]),
         cluster(static_cast<int>(blockIdx.x) / 2),
         clusters(p.clusters),
-        turned((cluster + (layer * kWalkSteps + step) * 17) % p.clusters) {}
+        turned(turned) {}
 
   __device__ int count() const {
     return product.units.base + (turned < product.units.extra ? 1 : 0);
@@ -124,8 +129,26 @@ struct Units {
     return {whole * clusters + turned / 2, turned % 2};
   }
   __device__ int strips() const { return product.second > 0 ? 2 : 1; }  // of a unit
-  __device__ int PageAtoms(const Unit& unit) const { return unit.half < 0 ? 8 : 16; }
-  __device__ int Pages(const Unit& unit) const { return product.atoms / PageAtoms(unit); }
+};
+
+// Of a strip or a half of one. Shifts, since a division takes longer than a wait.
+__device__ inline int PageAtoms(bool whole) { return whole ? 8 : 16; }
+__device__ inline int PagesOf(int atoms, bool whole) { return atoms >> (whole ? 3 : 4); }
+
+// A cluster's place among those with one more unit, which changes from step to step.
+class Turned {
+ public:
+  __device__ explicit Turned(const Params& p)
+      : clusters_(p.clusters), turn_(p.turn), turned_(static_cast<int>(blockIdx.x) / 2) {}
+  __device__ int value() const { return turned_; }
+  __device__ void Next() {
+    turned_ += turn_;
+    if (turned_ >= clusters_) turned_ -= clusters_;
+  }
+
+ private:
+  const int clusters_, turn_;
+  int turned_;
 };
 
 struct Memory {
@@ -141,16 +164,62 @@ struct Memory {
   __device__ uint32_t partials_free(int buffer) const {
     return base + (2 * kMaxPages + 2 + buffer) * kBarrierBytes;
   }
-  // Sum of squares of a warp.
-  __device__ uint32_t squares(int warp, int row) const {
-    return base + (2 * kMaxPages + 4) * kBarrierBytes + (warp * 2 + row) * 4;
+  // Sums of squares of a row, of all warps.
+  __device__ uint32_t squares(int row) const {
+    return base + (2 * kMaxPages + 4) * kBarrierBytes + row * 16 * 4;
+  }
+  __device__ uint32_t step(int number) const { return squares(2) + number * kStepBytes; }
+
+  static constexpr int kStepBytes = 48;
+};
+static_assert((2 * kMaxPages + 4) * kBarrierBytes + 2 * 16 * 4 + kWalkSteps * Memory::kStepBytes <=
+              kBarrierArea);
+
+// What consumers must know of a step, in shared memory: constants of an indexed product take longer.
+struct StepInfo {
+  const uint8_t *lhs, *norm;  // of this CTA's half; no norm: null; plain or entries
+  uint32_t norm_stride, lhs_row_bytes;
+  int lhs_epoch, atoms;
+  WalkUnits units;
+  bool gated, plain, wide_norm;
+
+  __device__ int vectors() const { return atoms * 16; }  // of four columns of a row's half
+
+  static __device__ void Store(const Product& product, uint32_t to) {
+    const int vectors = product.atoms * 16, first = ClusterRank() * vectors;
+    const bool plain = product.plain_lhs != nullptr;
+    const auto lhs = plain ? reinterpret_cast<uint64_t>(product.plain_lhs + first * 4)
+                           : reinterpret_cast<uint64_t>(product.lhs + first * 2);
+    const auto norm =
+        product.norm == nullptr
+            ? 0
+            : reinterpret_cast<uint64_t>(product.norm + first * (product.wide_norm ? 16 : 8));
+    StoreShared16(to, uint4{static_cast<uint32_t>(lhs), static_cast<uint32_t>(lhs >> 32),
+                            static_cast<uint32_t>(norm), static_cast<uint32_t>(norm >> 32)});
+    StoreShared16(to + 16, uint4{static_cast<uint32_t>(product.norm_stride),
+                                 static_cast<uint32_t>(plain ? vectors * 16 : product.lhs_row * 8),
+                                 static_cast<uint32_t>(product.lhs_epoch),
+                                 static_cast<uint32_t>(product.atoms)});
+    StoreShared16(to + 32, uint4{static_cast<uint32_t>(product.units.base),
+                                 static_cast<uint32_t>(product.units.extra), product.units.cut,
+                                 (product.second > 0 ? 1u : 0) | (plain ? 2u : 0) |
+                                     (product.wide_norm ? 4u : 0)});
+  }
+  static __device__ StepInfo Load(uint32_t from) {
+    const uint4 a = LoadShared16(from), b = LoadShared16(from + 16), c = LoadShared16(from + 32);
+    StepInfo info;
+    info.lhs = reinterpret_cast<const uint8_t*>(static_cast<uint64_t>(a.y) << 32 | a.x);
+    info.norm = reinterpret_cast<const uint8_t*>(static_cast<uint64_t>(a.w) << 32 | a.z);
+    info.norm_stride = b.x, info.lhs_row_bytes = b.y;
+    info.lhs_epoch = static_cast<int>(b.z), info.atoms = static_cast<int>(b.w);
+    info.units = {static_cast<int>(c.x), static_cast<int>(c.y), c.z != 0};
+    info.gated = (c.w & 1) != 0, info.plain = (c.w & 2) != 0, info.wide_norm = (c.w & 4) != 0;
+    return info;
   }
 };
-static_assert((2 * kMaxPages + 4) * kBarrierBytes + 16 * 2 * 4 <= kBarrierArea);
 
-template <class I>
-__device__ uint32_t PartialsAt(const Params& p, Memory memory, int buffer, int strip) {
-  return memory.base + p.partials_at + (buffer * 2 + strip) * I::kPartBytes;
+__device__ inline uint32_t PartialsAt(const Params& p, Memory memory, int buffer, int strip) {
+  return memory.base + p.partials_at + (buffer * 2 + strip) * kPartBytes;
 }
 
 enum What {
@@ -164,6 +233,21 @@ enum What {
   kForResidual
 };
 
+inline constexpr uint32_t kPollsBetweenChecks = 64, kStop = ~0u;
+
+// Called at some polls of a wait: kStop if it must end, else when it started. `word`: of the error. Not inlined, since
+// it would be most of the code of a wait.
+__device__ __noinline__ inline uint32_t CheckWait(unsigned long long* error, uint32_t patience,
+                                                  uint32_t word, uint32_t polls, uint32_t start) {
+  const auto now = static_cast<uint32_t>(Nanoseconds() >> 20);
+  if (polls == kPollsBetweenChecks) start = now;
+  if (error != nullptr && LoadRelaxed(error) != 0) return kStop;
+  if (now - start <= patience) return start;
+  if (error == nullptr) __trap();
+  StoreRelaxed(error, static_cast<uint64_t>(blockIdx.x) << 32 | word);
+  return kStop;
+}
+
 // Ends waits after Params::patience. Afterwards no wait of the thread lasts, so that the kernel soon ends.
 class Watch {
  public:
@@ -175,18 +259,13 @@ class Watch {
   template <class Poll>
   __device__ void Until(What what, int step, const Poll& poll) {
     uint32_t polls = 0, start = 0;
+#pragma unroll 1
     while (!stopped_ && !poll()) {
       if (++polls % kPollsBetweenChecks != 0) continue;
-      const auto now = static_cast<uint32_t>(Nanoseconds() >> 20);
-      if (polls == kPollsBetweenChecks) start = now;
-      if (p_.error != nullptr && LoadRelaxed(p_.error) != 0) {
-        stopped_ = true;
-      } else if (now - start > p_.patience) {
-        if (p_.error == nullptr) __trap();
-        stopped_ = true;
-        StoreRelaxed(p_.error, static_cast<uint64_t>(blockIdx.x) << 32 |
-                                   static_cast<uint64_t>(step) << 8 | static_cast<uint64_t>(what));
-      }
+      start =
+          CheckWait(p_.error, p_.patience,
+                    static_cast<uint32_t>(step) << 8 | static_cast<uint32_t>(what), polls, start);
+      stopped_ = start == kStop;
     }
   }
   __device__ void Barrier(What what, int step, uint32_t barrier, int parity) {
@@ -194,8 +273,6 @@ class Watch {
   }
 
  private:
-  static constexpr uint32_t kPollsBetweenChecks = 64;
-
   const Params& p_;
   bool stopped_ = false;
 };
@@ -205,6 +282,14 @@ __device__ void Stamp(const Params& p, int number, WalkStamp stamp, uint64_t val
   if constexpr (I::kStamps) {
     const int64_t place = int64_t{blockIdx.x} * (p.layers * kWalkSteps + 2) + number;
     p.stamps[place * kWalkStamps + stamp] = value;
+  }
+}
+
+// Records the clock, by the first thread of those that call this.
+template <class I>
+__device__ void StampNow(const Params& p, int number, WalkStamp stamp) {
+  if constexpr (I::kStamps) {
+    if (threadIdx.x % I::kConsumerThreads == 0) Stamp<I>(p, number, stamp, Clock());
   }
 }
 

@@ -12,116 +12,141 @@ namespace jaxlowbit::sm90_stream::walk {
 template <class I>
 class RowLoader {
  public:
-  __device__ RowLoader(const Params& p, Memory memory, int layer, int step, Watch& watch)
+  __device__ RowLoader(const Params& p, Memory memory, const StepInfo& info, int layer, int step,
+                       Watch& watch)
       : p_(p),
-        product_(p.products[step]),
         memory_(memory),
+        info_(info),
         watch_(watch),
         layer_(layer),
-        number_(layer * kWalkSteps + step),
+        step_(step),
         thread_(static_cast<int>(threadIdx.x)),
-        own_(product_.atoms * 16),
-        rank_(ClusterRank()),
-        epoch_(p.epoch + layer + product_.lhs_epoch) {}
+        own_(info.vectors()),
+        epoch_(p.epoch + layer + info.lhs_epoch) {}
 
   // Called by all consumers.
   __device__ void Load() {
-    if (product_.norm != nullptr) {
+    if (info_.norm != nullptr) {
       LoadNormalized();
-    } else if (product_.plain_lhs != nullptr) {
+    } else if (info_.plain) {
       LoadRows();
     } else {
-      LoadPlain();
+      LoadPolled();
     }
     SynchronizeAll();  // all rows are in shared memory
   }
 
  private:
   static constexpr int kThreads = I::kConsumerThreads;
+  static constexpr int kRows = I::kRows;
+  static constexpr int kVectorBytes = 16;  // of two entries
 
   __device__ static void SynchronizeAll() { Synchronize(1, kThreads); }
+  __device__ int number() const { return layer_ * kWalkSteps + step_; }
+  __device__ void Record(WalkStamp stamp) const { StampNow<I>(p_, number(), stamp); }
 
   // Waits until most results of the step before have been stored. Only a hint, so relaxed: entries are tested anyway.
   __device__ void WaitForCount() {
     if (p_.slack < 0 || !p_.waits) return;
     if (thread_ < 32) {
-      const auto target = static_cast<int64_t>(epoch_ - 1) * product_.lhs_arrivals - p_.slack;
-      watch_.Until(kForCount, number_,
-                   [&] { return static_cast<int64_t>(LoadRelaxed(product_.lhs_count)) >= target; });
+      const Product& product = p_.products[step_];
+      const auto target = static_cast<int64_t>(epoch_ - 1) * product.lhs_arrivals - p_.slack;
+      watch_.Until(kForCount, number(),
+                   [&] { return static_cast<int64_t>(LoadRelaxed(product.lhs_count)) >= target; });
       __syncwarp();
     }
     SynchronizeAll();
   }
 
-  __device__ const uint64_t* Place(int row, int vector) const {
-    return product_.lhs + int64_t{row} * product_.lhs_row + vector * 2;
-  }
+  // Vectors of four columns, from `from` on, every kThreads-th, kCount of them for each of several parts.
+  template <int kParts, int kCount>
+  struct Vectors {
+    const uint8_t* from[kParts];
+    int count;  // of these vectors exist
+    EntryPair pairs[kParts][kCount] = {};
+    __device__ bool Has(int j) const { return j * kThreads < count; }
+  };
 
-  __device__ bool IsThere(const EntryPair& pair) const {
-    return static_cast<uint32_t>(pair.first >> 32) == epoch_ &&
-           static_cast<uint32_t>(pair.second >> 32) == epoch_;
-  }
-
-  // Polls vectors until all are there. `place(j)`: null if there is none.
-  template <int kCount, class PlaceOf>
-  __device__ void Poll(const PlaceOf& place, EntryPair (&pairs)[kCount]) {
-    watch_.Until(kForRows, number_, [&] {
-      bool there = true;
+  // Polls until all vectors are there; those that are there are not loaded again.
+  template <int kParts, int kCount>
+  __device__ void Poll(Vectors<kParts, kCount>& v) {
+    watch_.Until(kForRows, number(), [&] {
+      uint32_t differences = 0;
 #pragma unroll
-      for (int j = 0; j < kCount; ++j) {
-        const uint64_t* from = place(j);
-        if (from != nullptr) pairs[j] = LoadEntries(from);
+      for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+        for (int j = 0; j < kCount; ++j) {
+          if (v.Has(j) && Difference(v.pairs[part][j]) != 0) {
+            const uint8_t* const from = v.from[part] + j * kThreads * kVectorBytes;
+            v.pairs[part][j] = LoadEntries(reinterpret_cast<const uint64_t*>(from));
+          }
+        }
       }
 #pragma unroll
-      for (int j = 0; j < kCount; ++j) {
-        if (place(j) != nullptr) there &= IsThere(pairs[j]);
+      for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+        for (int j = 0; j < kCount; ++j) {
+          if (v.Has(j)) differences |= Difference(v.pairs[part][j]);
+        }
       }
-      if (there || !p_.waits) return true;
+      if (differences == 0 || !p_.waits) return true;
       if (p_.sleep > 0) Sleep(p_.sleep);
       return false;
     });
   }
 
-  // Stores four columns of this CTA's half.
-  __device__ void Store(int row, int vector, uint2 columns) const {
-    const int chunk = vector % 16 / 2 ^ row;  // as ldmatrix reads them without bank conflicts
-    StoreShared8(memory_.base + p_.lhs_at + (vector / 16 * I::kRows + row) * kLhsBytes +
-                     chunk * kCopyBytes + vector % 2 * 8,
+  // Where the thread stores its first vector, as ldmatrix reads rows without bank conflicts: chunk c of row r at c ^ r.
+  __device__ uint32_t Place() const {
+    return memory_.base + p_.lhs_at + thread_ / 16 * (kRows * kLhsBytes) + thread_ % 16 * 8;
+  }
+  __device__ static void Store(uint32_t place, int row, int j, uint2 columns) {
+    StoreShared8((place ^ (row * kCopyBytes)) + (j * kThreads / 16 * kRows + row) * kLhsBytes,
                  columns);
   }
 
-  // Copies rows of earlier kernels.
+  // Copies rows that earlier kernels wrote.
   __device__ void LoadRows() {
-    const auto* rows = reinterpret_cast<const uint2*>(product_.plain_lhs);
 #pragma unroll
-    for (int row = 0; row < I::kRows; ++row) {
-      for (int vector = thread_; vector < own_; vector += kThreads) {
-        Store(row, vector, rows[(row * 2 + rank_) * own_ + vector]);
-      }
+    for (int row = 0; row < kRows; ++row) {
+      const auto* const from =
+          reinterpret_cast<const uint2*>(info_.lhs + row * info_.lhs_row_bytes) + thread_;
+#pragma unroll 1
+      for (int j = 0; j * kThreads < own_ - thread_; ++j)
+        Store(Place(), row, j, from[j * kThreads]);
     }
   }
 
-  __device__ void LoadPlain() {
-    constexpr int kBatch = 8;
+  __device__ void LoadPolled() {
+    constexpr int kCount = I::kGroups == 1 && kRows == 1 ? 8 : 4;
     WaitForCount();
-    const int count = own_ * I::kRows;
-    for (int first = thread_; first - thread_ < count; first += kBatch * kThreads) {
-      EntryPair pairs[kBatch] = {};
-      const auto place = [&](int j) -> const uint64_t* {
-        const int i = first + j * kThreads, row = I::kRows > 1 && i >= own_ ? 1 : 0;
-        return i < count ? Place(row, rank_ * own_ + i - row * own_) : nullptr;
-      };
-      Poll(place, pairs);
-      if (first == thread_) SynchronizeAll();  // no warp reads rows of the step before
+    uint32_t place = Place();
+#pragma unroll 1
+    for (int first = 0; first < own_; first += kCount * kThreads) {
+      Vectors<kRows, kCount> v;
+      v.count = own_ - first - thread_;
 #pragma unroll
-      for (int j = 0; j < kBatch; ++j) {
-        const int i = first + j * kThreads, row = I::kRows > 1 && i >= own_ ? 1 : 0;
-        if (i < count) {
-          Store(row, i - row * own_,
-                {static_cast<uint32_t>(pairs[j].first), static_cast<uint32_t>(pairs[j].second)});
+      for (int row = 0; row < kRows; ++row) {
+        v.from[row] = info_.lhs + row * info_.lhs_row_bytes + (first + thread_) * kVectorBytes;
+      }
+      Poll(v);
+      if (first == 0) {
+        Record(kStampSeen);
+        SynchronizeAll();  // no warp reads rows of the step before
+        Record(kStampSquares);
+      }
+#pragma unroll
+      for (int row = 0; row < kRows; ++row) {
+#pragma unroll
+        for (int j = 0; j < kCount; ++j) {
+          if (v.Has(j)) Store(place, row, j, Columns(v.pairs[row][j]));
         }
       }
+      place += kCount * kThreads / 16 * kRows * kLhsBytes;
     }
+  }
+
+  __device__ static uint2 Columns(const EntryPair& pair) {
+    return {static_cast<uint32_t>(pair.first), static_cast<uint32_t>(pair.second)};
   }
 
   __device__ static float SquaresOf(const EntryPair& pair) {
@@ -136,60 +161,90 @@ class RowLoader {
   }
 
   __device__ void LoadNormalized() {
-    constexpr int kVectors = I::kVectors, kRows = I::kRows;
-    float4 scales[kVectors];
+    constexpr int kCount = I::kVectors;
+    // Parts: for each row this CTA's half, then the other half, of which only the sum of squares is needed.
+    Vectors<2 * kRows, kCount> v;
+    v.count = own_ - thread_;
+    const int other = (ClusterRank() == 0 ? own_ : -own_) * kVectorBytes;
 #pragma unroll
-    for (int j = 0; j < kVectors; ++j) {
-      const int vector = thread_ + j * kThreads;
-      if (vector < own_) scales[j] = LoadScales(rank_ * own_ + vector);
+    for (int row = 0; row < kRows; ++row) {
+      v.from[2 * row] = info_.lhs + row * info_.lhs_row_bytes + thread_ * kVectorBytes;
+      v.from[2 * row + 1] = v.from[2 * row] + other;
+    }
+    float4 scales[kCount] = {};
+    const uint8_t* norm = info_.norm + static_cast<int64_t>(layer_) * info_.norm_stride;
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      if (v.Has(j)) scales[j] = LoadScales(norm, thread_ + j * kThreads);
     }
     WaitForCount();
-    // Vectors of rank 0's half, then of rank 1's, for each row.
-    EntryPair pairs[kRows * 2 * kVectors] = {};
-    const auto place = [&](int j) -> const uint64_t* {
-      const int vector = thread_ + j % kVectors * kThreads;
-      return vector < own_ ? Place(j / (2 * kVectors), j / kVectors % 2 * own_ + vector) : nullptr;
-    };
-    Poll(place, pairs);
-    float squares[kRows];
-#pragma unroll
-    for (int row = 0; row < kRows; ++row) {
-      float sum = 0;
-#pragma unroll
-      for (int j = 0; j < 2 * kVectors; ++j) sum += SquaresOf(pairs[row * 2 * kVectors + j]);
-#pragma unroll
-      for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
-      if (thread_ % 32 == 0) StoreShared4(memory_.squares(thread_ / 32, row), __float_as_uint(sum));
-    }
+    Poll(v);
+    Record(kStampSeen);
+    SendSquares(v);
     SynchronizeAll();  // also: no warp reads rows of the step before
+    Record(kStampSquares);
+    const uint32_t place = Place();
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
-      squares[row] = 0;
+      const float factor = rsqrtf(SumOfSquares(row) * p_.mean_factor + p_.epsilon);
 #pragma unroll
-      for (int warp = 0; warp < I::kConsumers; ++warp) {
-        squares[row] += __uint_as_float(LoadShared4(memory_.squares(warp, row)));
-      }
-      const float factor = rsqrtf(squares[row] / static_cast<float>(product_.columns) + p_.epsilon);
-#pragma unroll
-      for (int j = 0; j < kVectors; ++j) {
-        const int vector = thread_ + j * kThreads;
-        const int first = row * 2 * kVectors + j;
-        // Selected, so that registers are not indexed.
-        const EntryPair own = rank_ == 0 ? pairs[first] : pairs[first + kVectors];
-        if (vector < own_) {
-          Store(row, vector,
-                {Normalized(static_cast<uint32_t>(own.first), factor, scales[j].x, scales[j].y),
-                 Normalized(static_cast<uint32_t>(own.second), factor, scales[j].z, scales[j].w)});
+      for (int j = 0; j < kCount; ++j) {
+        const uint2 own = Columns(v.pairs[2 * row][j]);
+        if (v.Has(j)) {
+          Store(place, row, j,
+                {Normalized(own.x, factor, scales[j].x, scales[j].y),
+                 Normalized(own.y, factor, scales[j].z, scales[j].w)});
         }
       }
     }
   }
 
+  // Stores this warp's sums of squares. Both CTAs add both halves in an order with equal results.
+  template <class V>
+  __device__ void SendSquares(const V& v) const {
+    float sums[kRows];
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+      float halves[2] = {0, 0};
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int j = 0; j < I::kVectors; ++j) {
+          if (v.Has(j)) halves[half] += SquaresOf(v.pairs[2 * row + half][j]);
+        }
+      }
+      sums[row] = halves[0] + halves[1];
+    }
+#pragma unroll
+    for (int lanes = 16; lanes > 0; lanes /= 2) {
+#pragma unroll
+      for (int row = 0; row < kRows; ++row) {
+        sums[row] += __shfl_xor_sync(~0u, sums[row], lanes);
+      }
+    }
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+      if (thread_ % 32 == 0) {
+        StoreShared4(memory_.squares(row) + thread_ / 32 * 4, __float_as_uint(sums[row]));
+      }
+    }
+  }
+
+  __device__ float SumOfSquares(int row) const {
+    float sums[4] = {};
+#pragma unroll
+    for (int i = 0; i < I::kConsumers; i += 4) {
+      const uint4 four = LoadShared16(memory_.squares(row) + i * 4);
+      sums[0] += __uint_as_float(four.x), sums[1] += __uint_as_float(four.y);
+      sums[2] += __uint_as_float(four.z), sums[3] += __uint_as_float(four.w);
+    }
+    return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  }
+
   // Scales of four columns.
-  __device__ float4 LoadScales(int vector) const {
-    const uint8_t* norm = product_.norm + layer_ * product_.norm_stride;
-    if (product_.wide_norm) return reinterpret_cast<const float4*>(norm)[vector];
-    const uint2 pairs = reinterpret_cast<const uint2*>(norm)[vector];
+  __device__ float4 LoadScales(const uint8_t* norm, int vector) const {
+    if (info_.wide_norm) return LoadConstant16(norm + vector * 16);
+    const uint2 pairs = LoadConstant8(norm + vector * 8);
     return {Pair<T>::Low(pairs.x), Pair<T>::High(pairs.x), Pair<T>::Low(pairs.y),
             Pair<T>::High(pairs.y)};
   }
@@ -198,13 +253,18 @@ class RowLoader {
     return Pair<T>::Round(Pair<T>::Low(both) * factor * low, Pair<T>::High(both) * factor * high);
   }
 
+  // Zero if both entries have the epoch.
+  __device__ uint32_t Difference(const EntryPair& pair) const {
+    return (static_cast<uint32_t>(pair.first >> 32) ^ epoch_) |
+           (static_cast<uint32_t>(pair.second >> 32) ^ epoch_);
+  }
+
   const Params& p_;
-  const Product& product_;
   const Memory memory_;
+  const StepInfo& info_;
   Watch& watch_;
-  const int layer_, number_, thread_;
+  const int layer_, step_, thread_;
   const int own_;  // vectors of four columns of a CTA's half
-  const int rank_;
   const uint32_t epoch_;
 };
 
