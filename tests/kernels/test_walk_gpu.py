@@ -236,6 +236,6 @@ def test_errors_are_those_of_separate_kernels(width, heads, hidden, rows, norm_d
     for found, other, want in zip(walk, separate, exact[1:], strict=True):
         want = want.reshape(found.shape)
         ours, theirs = np.abs(found - want), np.abs(other - want)
-        assert np.sqrt(np.mean(ours**2)) <= 1.1 * np.sqrt(np.mean(theirs**2))
+        assert np.sqrt(np.mean(ours**2)) <= 1.2 * np.sqrt(np.mean(theirs**2))
         assert ours.max() <= 1.5 * theirs.max()
-        assert ours.max() <= 0.05 * np.abs(want).max()
+        assert ours.max() <= 0.02 * np.abs(want).max()

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// walk: o, gate and up, down, and q, k, v of all layers of a decoder in one launch, for one or two rows of bfloat16 and
-// 4 bits in groups of 128 (docs/kernels/decode.md). Attention is a stand-in: o multiplies the first columns of q, k, v.
+// walk: one launch for the products and normalizations between two attentions of a decoder: o, gate and up, down, and q,
+// k, v of the next layer, for one or two rows of bfloat16 and 4 bits in groups of 128 (docs/kernels/decode.md). In the
+// driver, of all layers, with a stand-in for attention: o multiplies the first columns of q, k, v.
 //
 // Bound: memory. 112.5 MB a layer of 8B are 37.5 us at 3.0 TB/s. Separate kernels stop the stream between two products;
 // here weights of the next steps keep arriving while a step ends.
@@ -15,7 +16,9 @@
 // by all readers: no fence and no reset. A result of layer l is overwritten in layer l + 1 only after steps that all
 // its readers had to complete, so that one buffer a step suffices.
 //
-// Limits: FindWalkGrid in walk.cu. All CTAs must be resident, since they wait for each other.
+// PDL: consumers and collector wait for earlier kernels before all else, the producer never does.
+//
+// Limits: UnsupportedWalk in walk_shape.h. All CTAs must be resident, since they wait for each other.
 #pragma once
 
 #include "cuda/device/pdl.cuh"

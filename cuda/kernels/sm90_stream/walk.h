@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// walk: an experiment, one launch for the products and normalizations of all layers of a decoder (docs/kernels/decode.md).
-// Not used by custom calls.
+// walk: one launch for the products and normalizations between two attentions of a decode step, as custom calls use it, or
+// for those of all layers of a decoder, which only the driver times (docs/kernels/decode.md).
 #pragma once
 
 #include <cuda_runtime_api.h>
