@@ -62,7 +62,8 @@ class Collector {
     const int entry = place.row() * product.out_row + column + place.pair();
     const uint32_t residual = LoadResidual(product, entry, layer);
     Record(kStampExpected);
-    watch_.Until(kForPartials, number_, [=] { return TryWaitForCluster(barrier, parity); });
+    // Sums came by st.async, as copies do: an acquire of the cluster would empty the L1 cache of the multiprocessor.
+    watch_.Barrier(kForPartials, number_, barrier, parity);
     Record(kStampPartials);
     float sums[2][2] = {};
     Add(PartialsAt(p_, memory_, buffer, 0), place, sums);
