@@ -50,10 +50,6 @@ class Collector {
     __device__ int pair() const { return lane & ((1 << pairs_log()) - 1); }
     __device__ int row() const { return I::kRows == 1 ? 0 : lane >> pairs_log() & 1; }
     __device__ int part() const { return lane >> outs_log(); }
-    __device__ int senders_log() const {  // of each part
-      const int groups_log = I::kGroups == 1 || (I::kSplitsPairs && gated) ? 0 : 1;
-      return (whole ? 3 : 4) + groups_log - (5 - outs_log());
-    }
   };
 
   __device__ void Collect(const Product& product, const Unit& unit, int layer) {
@@ -68,15 +64,16 @@ class Collector {
     const int entry = place.row() * product.out_row + column + place.pair();
     const uint32_t residual = LoadResidual(product, entry, layer);
     Record(kStampExpected);
-    watch_.Until(kForPartials, number_, [=] { return TryWaitForCluster(barrier, parity); });
+    // Sums came by st.async, as copies do: an acquire of the cluster would empty the L1 cache of the multiprocessor.
+    watch_.Barrier(kForPartials, number_, barrier, parity);
     Record(kStampPartials);
     float sums[2][2] = {};
     Add(PartialsAt(p_, memory_, buffer, 0), place, sums);
-    if (place.gated) {
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        sums[0][j] = TimesSigmoid(SigmoidFormOf(Activation::kSilu), sums[0][j]) * sums[1][j];
-      }
+    for (int j = 0; j < 2; ++j) {
+      sums[0][j] = place.gated
+                       ? TimesSigmoid(SigmoidFormOf(Activation::kSilu), sums[0][j]) * sums[1][j]
+                       : sums[0][j] + sums[1][j];
     }
     // Rounded before the sum too, as separate kernels do.
     uint32_t both = Pair<T>::Round(sums[0][0], sums[0][1]);
@@ -117,32 +114,38 @@ class Collector {
     return static_cast<uint32_t>(value);
   }
 
-  // Adds the sums of all senders, for this lane's two channels of one or two strips.
+  // Adds the sums of the senders of both parts of a buffer, for this lane's two channels. The parts are the gate's and
+  // up's strip, or half of the senders of a strip.
   __device__ void Add(uint32_t partials, const Place& place, float (&sums)[2][2]) const {
+    constexpr int kSenders = 4 * I::kRows;  // of a part, for a lane
     const int stride = place.whole ? 2 * kFragmentBytes : kFragmentBytes;
     const int channel = place.pair() * 2 % kSliceRows;
-    uint32_t at = partials + place.pair() * 2 / kSliceRows * kFragmentBytes + channel % 8 * 16 +
-                  channel / 8 * 8 + place.row() * 4 + place.part() * stride;
-    const int step = stride << (5 - place.outs_log());  // to this part's next sender
-#pragma unroll 1
-    for (int four = 1 << place.senders_log(); four > 0; four -= 4) {
+    const uint32_t first = partials + place.pair() * 2 / kSliceRows * kFragmentBytes +
+                           channel % 8 * 16 + channel / 8 * 8 + place.row() * 4 +
+                           place.part() * stride;
+    const int step = stride << (5 - place.outs_log());  // to the lane's next sender
+    const int parts = I::kGroups == 2 || place.gated ? 2 : 1;
 #pragma unroll
-      for (int i = 0; i < 4; ++i, at += step) {
+    for (int part = 0; part < 2; ++part) {
+      if (I::kGroups == 1 && part == parts) break;
+#pragma unroll
+      for (int i = 0; i < kSenders; ++i) {
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-          sums[0][j] += __uint_as_float(LoadShared4(at + j * 16));
-          if (place.gated) sums[1][j] += __uint_as_float(LoadShared4(at + kPartBytes + j * 16));
+          const uint32_t at = first + i * step + part * kPartBytes + j * 16;
+          sums[part][j] += __uint_as_float(LoadShared4(at));
         }
       }
     }
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int part = 0; part < 2; ++part) {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const float own = sums[i][j];
-        const float sum = own + __shfl_xor_sync(~0u, own, 16);
-        const float four = sum + __shfl_xor_sync(~0u, sum, 8);
-        sums[i][j] = kUnit * (place.outs_log() == 5 ? own : place.outs_log() == 4 ? sum : four);
+        const float own = sums[part][j];
+        const float two = own + __shfl_xor_sync(~0u, own, 16);
+        const float four = two + __shfl_xor_sync(~0u, two, 8);
+        const float sum = place.outs_log() == 5 ? own : place.outs_log() == 4 ? two : four;
+        sums[part][j] = kUnit * sum;
       }
     }
   }

@@ -82,36 +82,6 @@ __device__ inline bool TryWait(uint32_t barrier, int parity) {
   return done != 0;
 }
 
-// TryWait that also makes writes by other threads of the cluster visible.
-__device__ inline bool TryWaitForCluster(uint32_t barrier, int parity) {
-  uint32_t done;
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], %2;\n"
-      "selp.u32 %0, 1, 0, done;\n"
-      "}\n"
-      : "=r"(done)
-      : "r"(barrier), "r"(parity)
-      : "memory");
-  return done != 0;
-}
-
-// Whether the phase of this parity has ended.
-__device__ inline bool HasEnded(uint32_t barrier, int parity) {
-  uint32_t done;
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-      "selp.u32 %0, 1, 0, done;\n"
-      "}\n"
-      : "=r"(done)
-      : "r"(barrier), "r"(parity)
-      : "memory");
-  return done != 0;
-}
-
 __device__ inline void StoreShared8(uint32_t shared, uint2 v) {
   asm volatile("st.shared.v2.u32 [%0], {%1, %2};\n" ::"r"(shared), "r"(v.x), "r"(v.y) : "memory");
 }

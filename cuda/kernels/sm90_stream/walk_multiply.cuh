@@ -83,7 +83,7 @@ template <class I>
 class Consumer {
  public:
   __device__ Consumer(const Params& p, Memory memory)
-      : p_(p), memory_(memory), lane_(threadIdx.x % 32), watch_(p) {
+      : p_(p), memory_(memory), lane_(threadIdx.x % 32), rank_(Opaque(ClusterRank())), watch_(p) {
     cursor_.Advance(Warp() / 8, p.pages);
   }
 
@@ -157,7 +157,7 @@ class Consumer {
   // its slice r. Its buffer has 1 KB of this CTA and this group of warps for each strip.
   __device__ void Send(bool whole, bool gated, uint32_t strip, const Sums& sums) const {
     if (lane_ % 4 != 0 || watch_.stopped()) return;
-    const uint32_t warp = Warp() % 8, group = Warp() / 8, rank = ClusterRank();
+    const uint32_t warp = Warp() % 8, group = Warp() / 8, rank = rank_;
     const uint32_t part = !gated            ? rank * I::kGroups + group
                           : I::kSplitsPairs ? group * 2 + rank
                                             : strip * 2 + rank;
@@ -181,7 +181,7 @@ class Consumer {
  private:
   const Params& p_;
   const Memory memory_;
-  const uint32_t lane_;
+  const uint32_t lane_, rank_;
   Watch watch_;
   RingCursor cursor_ = {0, 0};
   uint32_t units_ = 0;         // multiplied before
