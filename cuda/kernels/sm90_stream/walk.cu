@@ -192,6 +192,7 @@ cudaError_t FindWalkGrid(const WalkShape& shape, const WalkOptions& options, boo
   const auto function =
       reinterpret_cast<const void*>(FindFunction(options.groups, shape.rows, stamps));
   error = AllowSharedMemory(function, limit);  // other shapes may need more
+  if (error == cudaSuccess) error = Load(reinterpret_cast<const void*>(ClearKernel));
   if (error != cudaSuccess) return error;
   cudaFuncAttributes attributes;
   error = cudaFuncGetAttributes(&attributes, function);
