@@ -34,7 +34,7 @@ MODELS = {
     "mistral": Config("mistral", **SIZES, window=7),
     "qwen2": Config("qwen2", **SIZES, attention_bias=True),
     # Products of all heads are wider than x.
-    "qwen3": Config("qwen3", **SIZES | {"width": 1024, "hidden": 3072}, qk_norm="head"),
+    "qwen3": Config("qwen3", **SIZES, qk_norm="head").replace(width=1024, hidden=3072),
 }
 GRAPHS = {"xla_gpu_graph_min_graph_size": 1}
 
