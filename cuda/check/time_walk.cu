@@ -190,13 +190,15 @@ void TimeParts(WalkModel& model, const WalkOptions& options, const WalkGrid& gri
               static_cast<double>(model.layer_bytes()) / all / 1e6,
               static_cast<double>(model.layer_bytes()) / stream / 1e6, kilobytes / neither,
               (waits - neither) / kWalkSteps);
-  WalkOptions counted = options, fewer = options;
+  WalkOptions counted = options, probed = options, fewer = options;
   counted.slack = 0;
+  probed.slack = -2;
   fewer.groups = 1;
   WalkGrid other;
   const bool has_fewer = FindWalkGrid(model.shape(), fewer, false, &other) == cudaSuccess;
-  std::printf("  waiting for a counter first %.2f us; 8 consumer warps %.2f us\n",
-              Time(model, counted, launches), has_fewer ? Time(model, fewer, launches) : 0.0);
+  std::printf("  first a counter %.2f us; first one entry %.2f us; 8 consumer warps %.2f us\n",
+              Time(model, counted, launches), Time(model, probed, launches),
+              has_fewer ? Time(model, fewer, launches) : 0.0);
   const WalkShape& shape = model.shape();
   if (shape.width == kModel8b.width && shape.mlp == kModel8b.mlp) {
     std::printf("  %s (%.2f of at most %.0f us a layer on an H100)\n",
@@ -308,8 +310,17 @@ void Sweep(WalkModel& model, const WalkOptions& options, int launches) {
       print(o);
     }
   }
-  for (const auto& [slack, sleep] : std::vector<std::pair<int, int>>{
-           {-1, 0}, {-1, 100}, {-1, 300}, {0, 0}, {8, 0}, {32, 0}, {32, 100}, {64, 0}}) {
+  for (const auto& [slack, sleep] : std::vector<std::pair<int, int>>{{-2, 0},
+                                                                     {-2, 50},
+                                                                     {-1, 0},
+                                                                     {-1, 50},
+                                                                     {-1, 100},
+                                                                     {-1, 300},
+                                                                     {0, 0},
+                                                                     {8, 0},
+                                                                     {32, 0},
+                                                                     {32, 100},
+                                                                     {64, 0}}) {
     WalkOptions o = options;
     o.slack = slack;
     o.sleep = sleep;
@@ -334,7 +345,7 @@ int Walk(int argc, char** argv) {
       grid.clusters, grid.pages, grid.shared_bytes, grid.registers);
   std::fflush(stdout);
   for (int groups = 1; groups <= 2; ++groups) {
-    for (int slack : {0, -1}) {
+    for (int slack : {0, -1, -2}) {
       WalkOptions o = options;
       o.groups = groups;
       o.slack = slack;

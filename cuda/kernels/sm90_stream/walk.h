@@ -47,13 +47,15 @@ struct WalkBuffers {
 };
 
 struct WalkOptions {
-  int groups = 2;     // of 8 consumer warps: 1 or 2
-  int pages = 16;     // of the ring, at most
-  int flight = 4;     // pages in flight at most
-  int slack = -1;     // results missing when polling of data begins; negative: it begins at once
-  int sleep = 0;      // nanoseconds between polls of data
-  bool loads = true;  // false: weights stay in shared memory
-  bool waits = true;  // false: activations are not waited for
+  int groups = 2;  // of 8 consumer warps: 1 or 2
+  int pages = 16;  // of the ring, at most
+  int flight = 4;  // pages in flight at most
+  // Of the results of the step before, how many may be missing by a counter when entries are polled; -1: no counter is
+  // read first; -2: instead each warp first polls one entry.
+  int slack = -1;
+  int sleep = 0;            // nanoseconds between polls of data
+  bool loads = true;        // false: weights stay in shared memory
+  bool waits = true;        // false: activations are not waited for
   bool cooperative = true;  // false: the caller knows that all CTAs are resident
   int patience = 2000;      // milliseconds
   uint32_t epoch = 2;       // of the first layer; what begins the walk has the epoch before

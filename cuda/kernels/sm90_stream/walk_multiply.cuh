@@ -153,8 +153,8 @@ class Consumer {
     }
   }
 
-  // Sends sums to the CTA that collects their channels: of whole strips rank r collects slices 2 r and 2 r + 1, of a half
-  // its slice r. Its buffer has 1 KB of this CTA and this group of warps for each strip.
+  // Sends sums to the CTA that collects their channels: of whole strips rank r collects slices 2 r and 2 r + 1, of a
+  // half its slice r. A buffer has 1 KB for each CTA and group of warps, or for each CTA and strip.
   __device__ void Send(bool whole, bool gated, uint32_t strip, const Sums& sums) const {
     if (lane_ % 4 != 0 || watch_.stopped()) return;
     const uint32_t warp = Warp() % 8, group = Warp() / 8, rank = rank_;

@@ -45,9 +45,19 @@ class RowLoader {
   __device__ int number() const { return layer_ * kWalkSteps + step_; }
   __device__ void Record(WalkStamp stamp) const { StampNow<I>(p_, number(), stamp); }
 
-  // Waits until most results of the step before have been stored. Only a hint, so relaxed: entries are tested anyway.
-  __device__ void WaitForCount() {
-    if (p_.slack < 0 || !p_.waits) return;
+  // Before all entries are polled, waits as WalkOptions::slack says, so that fewer are polled in vain: for a count of
+  // stores, or in each warp for its first entry, at `from`. Only a hint, so relaxed: all entries are tested anyway.
+  __device__ void WaitForHint(const uint8_t* from) {
+    if (p_.slack == -1 || !p_.waits) return;
+    if (p_.slack < 0) {
+      if (thread_ % 32 == 0 && thread_ < own_) {
+        watch_.Until(kForRows, number(), [&] {
+          return Difference(LoadEntries(reinterpret_cast<const uint64_t*>(from))) == 0;
+        });
+      }
+      __syncwarp();
+      return;
+    }
     if (thread_ < 32) {
       const Product& product = p_.products[step_];
       const auto target = static_cast<int64_t>(epoch_ - 1) * product.lhs_arrivals - p_.slack;
@@ -118,7 +128,7 @@ class RowLoader {
 
   __device__ void LoadPolled() {
     constexpr int kCount = I::kGroups == 1 && kRows == 1 ? 8 : 4;
-    WaitForCount();
+    WaitForHint(info_.lhs + thread_ * kVectorBytes);
     uint32_t place = Place();
 #pragma unroll 1
     for (int first = 0; first < own_; first += kCount * kThreads) {
@@ -177,7 +187,7 @@ class RowLoader {
     for (int j = 0; j < kCount; ++j) {
       if (v.Has(j)) scales[j] = LoadScales(norm, thread_ + j * kThreads);
     }
-    WaitForCount();
+    WaitForHint(v.from[0]);
     Poll(v);
     Record(kStampSeen);
     SendSquares(v);
