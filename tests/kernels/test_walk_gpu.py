@@ -77,7 +77,7 @@ def program_of(decoder: Decoder, batch: int, mode: str) -> Any:
 def logits_of(step: Any, config: Config, batch: int, steps: int) -> np.ndarray:
     cache, found = make_cache(config, batch, 256, jnp.bfloat16), []
     for i in range(steps):
-        token = jnp.full((batch, 1), 3 * i % config.vocabulary) + jnp.arange(batch)[:, None]
+        token = (3 * i + jnp.arange(batch)[:, None]) % config.vocabulary
         out, cache = step(token, jnp.full((batch, 1), i), cache)
         found.append(out)
     return np.stack(jax.device_get(found)).astype(np.float64)[:, :, 0]
