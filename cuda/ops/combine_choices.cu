@@ -42,6 +42,7 @@ __device__ float LoadWeight(const CombineChoices& p, int64_t choice) {
 template <typename Out, int kCount>
 __global__ void __launch_bounds__(kThreads) CombineKernel(const CombineChoices p) {
   using Row = Vector<float, kCount>;
+  LaunchDependents();
   WaitForPreviousKernels();
   const int64_t vectors = p.columns / kCount, first = int64_t{blockIdx.x} * p.top;
   const Row* rows = reinterpret_cast<const Row*>(p.rows);
