@@ -200,7 +200,14 @@ std::unique_ptr<const LoadedStep> LoadGroup(const Call& call, const Step& step,
 }
 
 ffi::Error LoadCombine(const Call& call, const Step& step, const ExpertAddresses& addresses,
-                       int64_t experts, std::unique_ptr<const LoadedStep>* loaded) {
+                       int64_t experts, const Device& device,
+                       std::unique_ptr<const LoadedStep>* loaded) {
+  if (device.compute_capability != kRouteCapability) {
+    return InvalidArgument(
+        "a mixture of experts in one call needs compute capability 9.0, but this device has " +
+        std::to_string(device.compute_capability / 10) + "." +
+        std::to_string(device.compute_capability % 10) + "; lower the program for this device.");
+  }
   for (int64_t place : {step.x, step.scales, step.place, step.out}) {
     if (place == 0) return InvalidArgument("a combination lacks an operand or a result.");
   }

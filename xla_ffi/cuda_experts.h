@@ -29,6 +29,7 @@ ffi::Error LoadRoute(const Call& call, const Step& step, const ExpertAddresses& 
 // Checks the buffers of a combination and loads it. Without an address of its places, rows are in the order of choices
 // of `experts` local experts.
 ffi::Error LoadCombine(const Call& call, const Step& step, const ExpertAddresses& addresses,
-                       int64_t experts, std::unique_ptr<const LoadedStep>* loaded);
+                       int64_t experts, const Device& device,
+                       std::unique_ptr<const LoadedStep>* loaded);
 
 }  // namespace jaxlowbit

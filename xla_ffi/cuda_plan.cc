@@ -585,7 +585,7 @@ class Sequence {
       experts = call_.At(listed_->sizes).dimensions()[0];
     }
     std::unique_ptr<const LoadedStep> loaded;
-    const ffi::Error error = LoadCombine(call_, step, addresses, experts, &loaded);
+    const ffi::Error error = LoadCombine(call_, step, addresses, experts, *target_.device, &loaded);
     if (error.success()) Add(std::move(loaded), "launching the sum of choices");
     return error;
   }
