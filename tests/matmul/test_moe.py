@@ -180,7 +180,7 @@ def test_gradients_and_vmap():
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("capabilities", [{80}, {100}, {80, 90}])
 def test_products_are_calls_on_other_gpus(capabilities, monkeypatch):
-    """The kernels that group choices and add them run on compute capability 9.0 alone."""
+    """The kernels that group choices and add them run only on compute capability 9.0."""
     target = Target("cuda", frozenset(capabilities))
     monkeypatch.setattr(Target, "of", classmethod(lambda *_: target))
     monkeypatch.setattr(Target, "unfit", None)
