@@ -59,22 +59,22 @@ class CombineStep final : public LoadedStep {
 class RouteStep final : public LoadedStep {
  public:
   // The pointers of `route` are not set.
-  RouteStep(const RouteChoices& route, const RouteAddresses& addresses)
+  RouteStep(const RouteChoices& route, const ExpertAddresses& addresses)
       : route_(route), at_(addresses) {}
 
   cudaError_t Run(void* const* pointers, cudaStream_t stream) const override {
     RouteChoices route = route_;
     route.x = PointerTo(at_.x, pointers);
-    route.router = PointerTo(at_.router, pointers);
-    route.bias = PointerTo(at_.bias, pointers);
+    route.router = PointerTo(at_.scales, pointers);
+    route.bias = PointerTo(at_.addend, pointers);
     route.expert = static_cast<int32_t*>(PointerTo(at_.expert, pointers));
-    route.weight = static_cast<float*>(PointerTo(at_.weight, pointers));
+    route.weight = static_cast<float*>(PointerTo(at_.out, pointers));
     return LaunchRouteChoices(route, stream);
   }
 
  private:
   const RouteChoices route_;
-  const RouteAddresses at_;
+  const ExpertAddresses at_;
 };
 
 // Choices of experts: sizes of a buffer [tokens, top].
@@ -142,7 +142,7 @@ ffi::Error CheckGroup(const Call& call, const Step& step) {
   return error;
 }
 
-ffi::Error LoadRoute(const Call& call, const Step& step, const RouteAddresses& addresses, bool pdl,
+ffi::Error LoadRoute(const Call& call, const Step& step, const ExpertAddresses& addresses, bool pdl,
                      const Device& device, std::unique_ptr<const LoadedStep>* loaded) {
   for (int64_t place : {step.x, step.scales, step.expert, step.out}) {
     if (place == 0) return InvalidArgument("a router lacks an operand or a result.");
@@ -200,7 +200,14 @@ std::unique_ptr<const LoadedStep> LoadGroup(const Call& call, const Step& step,
 }
 
 ffi::Error LoadCombine(const Call& call, const Step& step, const ExpertAddresses& addresses,
-                       int64_t experts, std::unique_ptr<const LoadedStep>* loaded) {
+                       int64_t experts, const Device& device,
+                       std::unique_ptr<const LoadedStep>* loaded) {
+  if (device.compute_capability != kRouteCapability) {
+    return InvalidArgument(
+        "a mixture of experts in one call needs compute capability 9.0, but this device has " +
+        std::to_string(device.compute_capability / 10) + "." +
+        std::to_string(device.compute_capability % 10) + "; lower the program for this device.");
+  }
   for (int64_t place : {step.x, step.scales, step.place, step.out}) {
     if (place == 0) return InvalidArgument("a combination lacks an operand or a result.");
   }

@@ -12,11 +12,7 @@ namespace jaxlowbit {
 
 // The addresses of a step's buffers, by the names of its fields.
 struct ExpertAddresses {
-  Address x, scales, out, expert, offset, sizes, place;
-};
-
-struct RouteAddresses {
-  Address x, router, bias, expert, weight;
+  Address x, scales, out, expert, offset, sizes, place, addend;
 };
 
 // Checks the buffers and the products of a group.
@@ -27,12 +23,13 @@ std::unique_ptr<const LoadedStep> LoadGroup(const Call& call, const Step& step,
                                             const ExpertAddresses& addresses, bool pdl);
 
 // Checks the buffers of a router and loads it.
-ffi::Error LoadRoute(const Call& call, const Step& step, const RouteAddresses& addresses, bool pdl,
+ffi::Error LoadRoute(const Call& call, const Step& step, const ExpertAddresses& addresses, bool pdl,
                      const Device& device, std::unique_ptr<const LoadedStep>* loaded);
 
 // Checks the buffers of a combination and loads it. Without an address of its places, rows are in the order of choices
 // of `experts` local experts.
 ffi::Error LoadCombine(const Call& call, const Step& step, const ExpertAddresses& addresses,
-                       int64_t experts, std::unique_ptr<const LoadedStep>* loaded);
+                       int64_t experts, const Device& device,
+                       std::unique_ptr<const LoadedStep>* loaded);
 
 }  // namespace jaxlowbit

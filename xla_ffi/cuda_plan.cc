@@ -467,6 +467,7 @@ class Sequence {
   }
 
   void Add(std::unique_ptr<const LoadedStep> step, const std::string& what) {
+    started_ = true;
     loaded_.steps.push_back({std::move(step), what});
   }
 
@@ -488,7 +489,6 @@ class Sequence {
                                started_,
                                started_ || product->problem.bits > 4,
                                product->problem.apply_lhs_scale};
-    started_ = true;
     Add(std::make_unique<RoundStep>(rows, AddressAt(step.x), AddressAt(step.scales),
                                     AddressAt(step.out), AddressAt(step.out_scale)),
         "launching the rounding of rows");
@@ -546,13 +546,12 @@ class Sequence {
   ExpertAddresses ExpertsAt(const Step& step) const {
     return {AddressAt(step.x),      AddressAt(step.scales), AddressAt(step.out),
             AddressAt(step.expert), AddressAt(step.offset), AddressAt(step.sizes),
-            AddressAt(step.place)};
+            AddressAt(step.place),  AddressAt(step.addend)};
   }
 
   void Group(const Step& step) {
     if (&step == listed_) return;
     Add(LoadGroup(call_, step, ExpertsAt(step), started_), "launching the grouping of choices");
-    started_ = true;
   }
 
   ffi::Error Combine(const Step& step) {
@@ -564,19 +563,15 @@ class Sequence {
       experts = call_.At(listed_->sizes).dimensions()[0];
     }
     std::unique_ptr<const LoadedStep> loaded;
-    const ffi::Error error = LoadCombine(call_, step, addresses, experts, &loaded);
-    started_ = true;
+    const ffi::Error error = LoadCombine(call_, step, addresses, experts, *target_.device, &loaded);
     if (error.success()) Add(std::move(loaded), "launching the sum of choices");
     return error;
   }
 
   ffi::Error Route(const Step& step) {
-    const RouteAddresses addresses = {AddressAt(step.x), AddressAt(step.scales),
-                                      AddressAt(step.addend), AddressAt(step.expert),
-                                      AddressAt(step.out)};
     std::unique_ptr<const LoadedStep> loaded;
-    const ffi::Error error = LoadRoute(call_, step, addresses, started_, *target_.device, &loaded);
-    started_ = true;
+    const ffi::Error error =
+        LoadRoute(call_, step, ExpertsAt(step), started_, *target_.device, &loaded);
     if (error.success()) Add(std::move(loaded), "launching the router");
     return error;
   }

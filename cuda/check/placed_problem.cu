@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <array>
+#include <iterator>
+#include <tuple>
 
 #include "cuda/check/placed_problem.h"
 #include "cuda/device/pdl.cuh"
@@ -36,9 +38,11 @@ PlacedProblem::PlacedProblem(const QuantizedMatmul& p, const Buffers& original,
       {slot(b.lhs), SizeOf(p.lhs)},     {slot(b.packed), 4},
       {slot(b.scale), p.scale_bytes()}, {slot(b.zero), p.zero_bytes()},
       {slot(b.permutation), 4},         {slot(b.index), 4},
+      {slot(b.group_sizes), 4},         {slot(b.group_offset), 4},
       {slot(b.bias), SizeOf(e.bias)},   {slot(b.residual), SizeOf(e.residual)},
       {slot(b.lhs_scale), 4},           {slot(b.unit), 4}};
   const auto extents = OperandExtents(p, original);
+  static_assert(std::size(operands) == kOut && std::tuple_size_v<decltype(extents)> == kOut);
   const auto is_odd = [&](size_t i) { return (places.odd >> i & 1) != 0; };
   const int64_t out_element = SizeOf(p.out);
   bool placed = false;

@@ -18,6 +18,8 @@ enum PlacedBuffer {
   kZero,
   kPermutation,
   kIndex,
+  kGroupSizes,
+  kGroupOffset,
   kBias,
   kResidual,
   kLhsScale,

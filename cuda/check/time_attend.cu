@@ -291,7 +291,7 @@ class Problem {
  private:
   static int64_t Bytes(int64_t elements) { return (elements + 16) * int64_t{sizeof(T)}; }
 
-  // Of cosines and sines, norms, biases and sinks.
+  // The number of cosines and sines, norms, biases and sinks.
   static int64_t Floats(const Shape& s) {
     return (s.batch + 2 + s.heads + 2 * s.kv_heads) * s.head_size + s.heads;
   }

@@ -30,7 +30,7 @@ struct Shape {
   int tokens, columns, experts, top;
 };
 
-// What a case has in addition to its sizes.
+// The types and flags of a case.
 struct Kind {
   ElementType x, router, bias;
   bool biased, normalized, has_nan;
@@ -173,7 +173,7 @@ std::pair<int, int> CheckRoute(uint64_t stride) {
   return {correct, wrong};
 }
 
-// Each call has a router of its own, which L2 may not have, as the layers of a model.
+// Each call has a separate router, which L2 may not have, like the layers of a model.
 void TimeRoute() {
   const Shape shapes[] = {{1, 2048, 128, 8}, {1, 4096, 8, 2}, {1, 2880, 32, 4}, {1, 2880, 128, 4}};
   for (Shape shape : shapes) {

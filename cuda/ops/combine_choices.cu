@@ -50,6 +50,7 @@ __device__ int RowOf(const CombineChoices& p, const LocalExperts& local, int64_t
 template <typename Out, int kCount>
 __global__ void __launch_bounds__(kThreads) CombineKernel(const CombineChoices p) {
   using Row = Vector<float, kCount>;
+  LaunchDependents();
   if (p.place != nullptr) WaitForPreviousKernels();  // experts and weights are older
   const LocalExperts local(p.experts, p.offset);
   const int64_t vectors = p.columns / kCount, first = int64_t{blockIdx.x} * p.top;

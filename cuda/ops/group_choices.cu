@@ -8,7 +8,6 @@
 // More choices: a CTA per expert finds the places of its choices in two passes over all of them, then a CTA per token
 // copies its row to all of its places. Bound: memory, for the copies.
 
-#include <algorithm>
 #include <climits>
 
 #include "cuda/device/pdl.cuh"

@@ -25,7 +25,6 @@ int64_t ExpectedBlocks(const QuantizedMatmul& problem, int block_m) {
 }
 
 int64_t MaxBlocks(const QuantizedMatmul& problem, int block_m) {
-  if (problem.listed_per_row > 0) return problem.m;
   constexpr int64_t kWithoutWeight =
       2;  // ranges of rows: before and behind the groups with weights
   return std::min(problem.m, problem.m / block_m + problem.experts() + kWithoutWeight);
@@ -39,7 +38,8 @@ int GroupTableBytes(const QuantizedMatmul& problem) {
 QuantizedMatmul BlocksOf(const QuantizedMatmul& problem, int block_m) {
   if (!problem.is_ragged()) return problem;
   QuantizedMatmul blocks = problem;
-  blocks.groups_of_rows = blocks.listed_per_row = 0;
+  blocks.groups_of_rows = HasSizes(problem) ? kOfBlocks : 0;
+  blocks.listed_per_row = 0;
   blocks.batch = ExpectedBlocks(problem, block_m);
   blocks.num_weights = blocks.batch * problem.weights_per_element();
   blocks.m = block_m;

@@ -10,6 +10,17 @@
 
 namespace jaxlowbit {
 
+// Whether a ragged product has the sizes of its groups, not a list of the groups of its rows.
+inline bool HasSizes(const QuantizedMatmul& problem) {
+  return problem.is_ragged() && problem.listed_per_row == 0;
+}
+
+// Whether a problem is BlocksOf a ragged product with sizes.
+inline constexpr int64_t kOfBlocks = -1;  // for groups_of_rows
+inline bool IsOfBlocks(const QuantizedMatmul& problem) {
+  return problem.groups_of_rows == kOfBlocks;
+}
+
 // Blocks of `block_m` rows if every row chooses its group at random.
 int64_t ExpectedBlocks(const QuantizedMatmul& problem, int block_m);
 

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <iterator>
 #include <limits>
@@ -142,31 +143,56 @@ struct RaggedChoice {
   double computed;
 };
 
-// Choices of qmm_sm90_stream, preferred ones first: the smallest blocks, and CTAs that read about kPreferredKilobytes,
-// since larger ones leave more multiprocessors idle at the end, and smaller ones start and end more often.
+// Choices of qmm_sm90_stream, preferred ones first: the smallest blocks, in tiles of 4 slices, or of 8 if each CTA has
+// several of them.
 std::vector<RaggedChoice> RaggedStreamChoices(const QuantizedMatmul& problem,
                                               const Device& device) {
+  constexpr int kManyTiles = 4;  // of a CTA
+  std::vector<RaggedChoice> found;
+  for (int block_m : kStreamBlocks) {
+    const QuantizedMatmul blocks = BlocksOf(problem, block_m);
+    if (!Supports(Kernel::kQmmSm90Stream, blocks, device)) continue;
+    const int64_t tiles = blocks.batch * blocks.strips() / 2;  // of 8 slices, two strips
+    const bool has_many =
+        tiles >= int64_t{kManyTiles} * sm90_stream::kMaxCtasPerSm * device.num_sms;
+    const int preferred = has_many ? 8 : 4;
+    std::vector<Choice> choices = sm90_stream::Choices(blocks);
+    std::stable_sort(choices.begin(), choices.end(), [&](const Choice& left, const Choice& right) {
+      return std::abs(left.slices - preferred) < std::abs(right.slices - preferred);
+    });
+    for (Choice& choice : choices) {
+      // One tile at a time, with work for all warps.
+      if (sm90_stream::kMaxTileSlices % choice.slices != 0) continue;
+      if (!sm90_stream::SupportsChoice(choice, blocks, device, 0)) continue;
+      const double cost = sm90_stream::RaggedCost(blocks, device, choice);
+      choice.block_m = block_m;
+      found.push_back({choice, cost / RelativeClock(device)});
+    }
+  }
+  return found;
+}
+
+// Choices of qmm_sm90_stream for a list, preferred ones first: CTAs that read about kPreferredKilobytes, since larger
+// ones leave more multiprocessors idle at the end, and smaller ones start and end more often.
+std::vector<RaggedChoice> ListedChoices(const QuantizedMatmul& problem, const Device& device) {
   constexpr double kPreferredKilobytes = 128;
   const double per_slice = static_cast<double>(problem.k_blocks() * kAtom * problem.bits) / 8 *
                            sm90_stream::kSliceRows / 1000;
   const auto distance = [&](const Choice& choice) {
     return std::abs(std::log(per_slice * choice.slices / choice.split_k / kPreferredKilobytes));
   };
+  const QuantizedMatmul blocks = BlocksOf(problem, 1);
+  if (!Supports(Kernel::kQmmSm90Stream, blocks, device)) return {};
   std::vector<RaggedChoice> found;
-  for (int block_m : kStreamBlocks) {
-    if (problem.listed_per_row > 0 && block_m > 1) break;
-    const QuantizedMatmul blocks = BlocksOf(problem, block_m);
-    if (!Supports(Kernel::kQmmSm90Stream, blocks, device)) continue;
-    std::vector<Choice> choices = sm90_stream::Choices(blocks);
-    std::stable_sort(choices.begin(), choices.end(), [&](const Choice& left, const Choice& right) {
-      return distance(left) < distance(right);
-    });
-    for (Choice& choice : choices) {
-      if (!sm90_stream::SupportsChoice(choice, blocks, device, 0)) continue;
-      const double cost = sm90_stream::RaggedCost(blocks, device, choice);
-      choice.block_m = block_m;
-      found.push_back({choice, cost / RelativeClock(device)});
-    }
+  std::vector<Choice> choices = sm90_stream::Choices(blocks);
+  std::stable_sort(choices.begin(), choices.end(), [&](const Choice& left, const Choice& right) {
+    return distance(left) < distance(right);
+  });
+  for (Choice& choice : choices) {
+    if (!sm90_stream::SupportsChoice(choice, blocks, device, 0)) continue;
+    const double cost = sm90_stream::ListedCost(blocks, device, choice);
+    choice.block_m = 1;
+    found.push_back({choice, cost / RelativeClock(device)});
   }
   return found;
 }
@@ -200,20 +226,23 @@ std::vector<RaggedChoice> RaggedGeneralChoices(const QuantizedMatmul& problem,
   return found;
 }
 
+// Choices for a ragged product.
+std::vector<RaggedChoice> RaggedChoices(const QuantizedMatmul& problem, const Device& device) {
+  if (problem.listed_per_row > 0) return ListedChoices(problem, device);
+  std::vector<RaggedChoice> choices = RaggedStreamChoices(problem, device);
+  const std::vector<RaggedChoice> tiles = RaggedTileChoices(problem, device);
+  choices.insert(choices.end(), tiles.begin(), tiles.end());
+  return choices.empty() ? RaggedGeneralChoices(problem, device) : choices;
+}
+
 // The cheapest choice for a ragged product, by the cost of the expected blocks. If several choices wait for memory, it
 // is the first one. qmm_sm80 is the fallback on other devices and for unaligned operands.
 Choice SelectRagged(const QuantizedMatmul& problem, const Device& device) {
   constexpr double kSame = 0.97;
-  std::vector<RaggedChoice> choices = RaggedStreamChoices(problem, device);
-  if (problem.listed_per_row == 0) {
-    const std::vector<RaggedChoice> tiles = RaggedTileChoices(problem, device);
-    choices.insert(choices.end(), tiles.begin(), tiles.end());
-    if (choices.empty()) choices = RaggedGeneralChoices(problem, device);
-  }
   Choice best;
   double min_cost = std::numeric_limits<double>::infinity();
   const double read = ReadCost(problem, device);
-  for (const auto& [choice, computed] : choices) {
+  for (const auto& [choice, computed] : RaggedChoices(problem, device)) {
     const double cost = std::max(computed, read);
     if (cost >= kSame * min_cost) continue;
     min_cost = cost;
@@ -363,7 +392,7 @@ bool PrefersList(const std::vector<QuantizedMatmul>& products, const Device& dev
     if (!Supports(Kernel::kQmmSm90Stream, listed, device)) return false;
     const double read_once = ReadCost(listed, device);
     listed.listed_per_row = 1;
-    if (RaggedStreamChoices(listed, device).empty()) return false;
+    if (ListedChoices(listed, device).empty()) return false;
     read_again += ReadCost(listed, device) - read_once;
   }
   return read_again < kGrouping;

@@ -50,7 +50,7 @@ def add_block(
     - `read`: returns the arrays of a weight in the backend's form.
     - `values`: None, or the 8-bit dtype that rows are rounded to before each product.
     - `parts`: the dtype of the output and down projections, if it differs from `residual`.
-    - `mlp`: appends what replaces the MLP, from the place of its rows to that of its result.
+    - `mlp`: appends what replaces the MLP, from the place of its rows to the place of its result.
     - `out_bias`: (d,), added to the output projection in float32, or None.
     """
     out, gate_up, down, *following = weights

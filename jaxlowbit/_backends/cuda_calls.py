@@ -160,7 +160,7 @@ def moe(
     """`quantized_moe`, (..., n), as one CUDA custom call.
 
     Its first kernel sorts the choices and copies their rows, its last one adds the choices of each
-    token. Of few choices, products read the experts and the rows themselves.
+    token. If there are few choices, products read the experts and the rows themselves.
     """
     rows, k = x.shape[:-1], x.shape[-1]
     tokens, top = math.prod(rows), expert.shape[-1]
@@ -385,7 +385,7 @@ class Router(NamedTuple):
 
 
 class Mixture(NamedTuple):
-    """What a mixture of experts has in addition to its stacks gate_up and down.
+    """The router of a mixture of experts, and the biases of its stacks gate_up and down.
 
     - `gate_up_bias`, `down_bias`: (2, experts, hidden) and (experts, width), or None.
     """

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from .._backends import cuda_calls
+from .._backends.cuda import HOPPER
 from .._backends.target import Target
 from .._core import checks, explicit, indexing
 from .._core.array import QuantizedArray
@@ -56,9 +57,8 @@ def quantized_moe(
 
     It sorts the choices by expert, unless they are few, computes both products by
     `quantized_ragged_dot`, and adds the choices of a token in their order, so results repeat bit by
-    bit. The hidden features are rounded
-    to the dtype of `x`; down products, weights and their sum are float32, and the sum is rounded
-    once. Differentiable in `x`, `weight`, scales and biases.
+    bit. The hidden features are rounded to the dtype of `x`; down products, weights and their sum
+    are float32, and the sum is rounded once. Differentiable in `x`, `weight`, scales and biases.
 
     **Arguments:**
 
@@ -143,6 +143,8 @@ class _Moe(RaggedCall):
         return {"cuda": self._cuda}
 
     def unsupported(self, rows: Rows, weights: Weights, target: Target) -> str | None:
+        if target.capabilities - {HOPPER}:
+            return "kernels that group choices are for compute capability 9.0"
         x, expert, _ = rows
         choices = math.prod(expert.shape)
         products = zip(weights, (self.activation, None), strict=True)

@@ -152,7 +152,7 @@ class Block(nnx.Module):
     def routed(self) -> Mixture | None:
         """The mixture of experts of a block whose decode steps one call may compute, or None.
 
-        On a mesh, devices have different experts, and add what these give.
+        On a mesh, devices have different experts, and add their results.
         """
         if self.router is None or self.division is not None or not self._is_plain:
             return None

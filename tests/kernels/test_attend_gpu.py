@@ -153,7 +153,7 @@ def test_sinks_match_xla(heads, kv_heads, size, batch, dtype):
 
 
 def sinks_of(heads, seed):
-    """Sinks of all magnitudes beside the scores, one without weight."""
+    """Sinks of all magnitudes, one without weight."""
     sinks = 3 * normal(heads, dtype="float32", seed=seed)
     return sinks.at[0].set(20).at[-1].set(-jnp.inf)
 

@@ -178,6 +178,19 @@ def test_gradients_and_vmap():
 
 
 @pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("capabilities", [{80}, {100}, {80, 90}])
+def test_products_are_calls_on_other_gpus(capabilities, monkeypatch):
+    """The kernels that group choices and add them run only on compute capability 9.0."""
+    target = Target("cuda", frozenset(capabilities))
+    monkeypatch.setattr(Target, "of", classmethod(lambda *_: target))
+    monkeypatch.setattr(Target, "unfit", None)
+    product = jax.jit(lambda x: quantized_moe(x, EXPERT, WEIGHT, GATE_UP, DOWN))
+    lowered = product.trace(X.astype(jnp.bfloat16)).lower(lowering_platforms=("cuda",))
+    callers = [call.caller for call in described(lowered.as_text())]
+    assert callers == ["quantized_ragged_dot"] * 2
+
+
+@pytest.mark.usefixtures("cuda")
 def test_one_call_on_hopper(monkeypatch):
     """Each step reads the results of the step in front of it."""
     hopper = Target("cuda", frozenset({90}))

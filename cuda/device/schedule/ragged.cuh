@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The schedule of ragged products: rows of lhs are sorted by group, and each group has a separate weight. Sizes of
-// groups are read on the device. In qmm_sm90_stream a CTA has one block (blocks.cuh); other kernels use the table here.
+// groups are read on the device.
 //
 // Rows of a group are divided into blocks of up to `block` rows. A tile is a block and some columns. Blocks of local groups come
 // first, group by group; then blocks of the other rows, which are zero in the result. A group begins
-// at any row: a block whose group has fewer rows reads rows of the next group, and does not store them. A CTA makes a
-// table of the groups in shared memory, and finds its tiles there.
+// at any row: a block whose group has fewer rows reads rows of the next group, and does not store them. CTAs are
+// persistent: each makes a table of the groups in shared memory, and finds its tiles there.
 //
 //   lhs      ├── group 0 ──┼─ 1 ─┼───── group 2 ─────┼── no group ──┤
 //   blocks   │  0   │  1  │  2  │  3   │   4  │  5   │  6   │   7   │

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The producer warp: global to shared memory. Each lane loads the same piece of every stage, so it computes addresses
+// A producer warp: global to shared memory. Each lane loads the same piece of every stage, so it computes addresses
 // once per tile. A piece is the packed weights of a strip, the packed weights of part of a strip in one atom, or the
 // scales or zeros of a strip.
 #pragma once
@@ -24,7 +24,7 @@ class StageFiller {
         policy_(EvictFirst()),
         lane_(threadIdx.x % 32) {
     const bool gated = p_.epilogue.gated;
-    const auto schedule = ScheduleOf<I>(p_, memory_);
+    const auto schedule = ScheduleOf<I>(p_, share_);
     first_strip_ = FirstStrip(schedule.Position(share_.batch));
     if (gated) up_strip_ = FirstStrip(schedule.UpPosition(share_.batch));
     StartTile(share_.slice_begin);
@@ -44,16 +44,26 @@ class StageFiller {
     }
     const bool all_used = filled == p_.plan.num_stages;
     RingCursor cursor = {all_used ? 0 : filled, all_used ? 0 : 1};
+    Fill(filled, cursor);
+  }
+
+  // Loads every stage, from `filled` of the first tile on.
+  __device__ void Fill(int filled, RingCursor& cursor) {
     for (int slice = share_.slice_begin; slice < share_.slice_end; slice += p_.plan.tile_slices) {
       const bool first = slice == share_.slice_begin;
       if (!first) StartTile(slice);
       for (int stage = first ? filled : 0; stage < share_.stages; ++stage) {
-        Wait(memory_.empty(cursor.slot), cursor.parity);  // returns at once in the first phase
-        FillWeights(stage, cursor.slot);
-        FillLhs(stage, cursor.slot);
-        cursor.Advance(p_.plan.num_stages);
+        FillStage(stage, cursor);
       }
     }
+  }
+
+  // Loads a stage when its slot is free.
+  __device__ void FillStage(int stage, RingCursor& cursor) const {
+    Wait(memory_.empty(cursor.slot), cursor.parity);  // returns at once in the first phase
+    FillWeights(stage, cursor.slot);
+    FillLhs(stage, cursor.slot);
+    cursor.Advance(p_.plan.num_stages);
   }
 
  private:
@@ -152,7 +162,7 @@ class StageFiller {
   // Activations of a whole stage are one load: columns beyond k are zeros.
   __device__ void FillLhs(int stage, int slot) const {
     if (I::kLhsPath == LhsPath::kStages && lane_ == 0) {
-      TmaLoad(memory_.stage(p_.plan, slot), &p_.lhs, 0, LhsRow<I>(p_, share_, memory_),
+      TmaLoad(memory_.stage(p_.plan, slot), &p_.lhs, 0, LhsRow<I>(p_, share_),
               share_.atom_begin + (stage << p_.plan.stage_shift), memory_.full(slot));
     }
   }

@@ -12,9 +12,12 @@ InstanceKey KeyOf(const QuantizedMatmul& problem, const Choice& choice, const De
   const QuantizedMatmul blocks = BlocksOf(problem, choice.block_m);
   const int block_m = BlockM(blocks.m);
   const bool shares_registers = block_m == 8 || problem.pdl;
+  const Grouping grouping = !problem.is_ragged() ? Grouping::kNone
+                            : HasSizes(problem)  ? Grouping::kSizes
+                                                 : Grouping::kList;
   const Variant variant = {block_m,
                            shares_registers ? kMaxCtasPerSm : CtasPerSm(blocks, device, choice),
-                           LhsPathOf(blocks, device, choice), problem.is_ragged()};
+                           LhsPathOf(blocks, device, choice), grouping};
   return {Family::kSm90Stream, problem.lhs,      problem.scale,   problem.zero,
           problem.bits,        problem.codebook, variant.number()};
 }
@@ -28,9 +31,11 @@ std::string NameOf(const InstanceKey& key) {
       std::to_string(key.bits) + ", " + std::to_string(variant.ctas_per_sm) +
       ", jaxlowbit::sm90_stream::LhsPath::" + kPaths[static_cast<int>(variant.lhs_path)] +
       LastArgument(key.codebook) + ">";
-  return "jaxlowbit::sm90_stream::QmmSm90StreamKernel<" +
-         (variant.ragged ? "jaxlowbit::sm90_stream::RaggedInstance<" + instance + ">" : instance) +
-         ">";
+  constexpr const char* kBegins[] = {"", "jaxlowbit::sm90_stream::RaggedInstance<",
+                                     "jaxlowbit::sm90_stream::ListedInstance<"};
+  return std::string("jaxlowbit::sm90_stream::QmmSm90StreamKernel<") +
+         kBegins[static_cast<int>(variant.grouping)] + instance +
+         (variant.grouping == Grouping::kNone ? ">" : ">>");
 }
 
 std::vector<InstanceKey> InstancesOf(int bits) {

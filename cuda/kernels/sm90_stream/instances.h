@@ -14,22 +14,25 @@ namespace jaxlowbit::sm90_stream {
 struct Params;
 using KernelFunction = void (*)(Params);
 
+// How rows find their weights: by the batch element, by the sizes of groups, or by a list of the groups.
+enum class Grouping { kNone, kSizes, kList };
+
 // Template arguments of an instance in addition to types and width.
 struct Variant {
   int block_m, ctas_per_sm;
   LhsPath lhs_path;
-  bool ragged = false;
+  Grouping grouping = Grouping::kNone;
 
   static constexpr Variant Of(const InstanceKey& key) {
     return {key.variant / 16 % 64, key.variant / 4 % 4, static_cast<LhsPath>(key.variant % 4),
-            key.variant >= kRaggedVariants};
+            static_cast<Grouping>(key.variant / kVariantsPerGrouping)};
   }
   constexpr int number() const {
     return 16 * block_m + 4 * ctas_per_sm + static_cast<int>(lhs_path) +
-           (ragged ? kRaggedVariants : 0);
+           kVariantsPerGrouping * static_cast<int>(grouping);
   }
 
-  static constexpr int kRaggedVariants = 1024;
+  static constexpr int kVariantsPerGrouping = 1024;
 };
 
 // Instances of 8 rows fit two CTAs per SM, so there is none for one. Only these gather lhs.

@@ -23,8 +23,11 @@
 //             end of a tile: send partial sums to their owners ─► add in order ─► epilogue ─► store
 //                                                                                                (reduce.cuh)
 //
-// Ragged. The grid has an element for each block of rows that there may be. A CTA finds its block first, and leaves if
-// there is none (device/schedule/blocks.cuh); everything else is a dense product.
+// Ragged. CTAs are persistent (device/schedule/ragged.cuh): the ring goes on from one tile to the next, two producers
+// take turns, and a tile is reduced when the warp has multiplied the next one.
+//
+// Listed. A dense batch of single rows (device/schedule/listed.cuh): the producer finds the expert of its row first,
+// and the CTA leaves if there is none.
 //
 // Gated. Strips of the gate and of up alternate, and a warp's two slices are the same channels of both.
 //
@@ -56,8 +59,10 @@ __device__ void InitBarriers(const Plan& plan, Memory memory) {
     InitBarrier(memory.full(lane), 1);
     InitBarrier(memory.empty(lane), kWarps * kWarpArrivals);
   } else if (lane == kMaxStages) {
-    InitBarrier(memory.partials_full(), 1);
-    InitBarrier(memory.partials_free(), 1 << plan.cluster_shift);
+    for (int buffer = 0; buffer < (I::kRagged ? 2 : 1); ++buffer) {
+      InitBarrier(memory.partials_full(buffer), 1);
+      InitBarrier(memory.partials_free(buffer), (I::kRagged ? kWarps : 1) << plan.cluster_shift);
+    }
     if constexpr (I::kLhsPath == LhsPath::kRounds) InitBarrier(memory.largest_full(), 1);
   }
   PublishBarriers();
@@ -96,6 +101,12 @@ struct Consumer {
         lane(Opaque(threadIdx.x % 32)),
         multiplier(p, OwnPlace(p).part, lane),
         cursor{0, 0} {}
+
+  // Ragged: waits for the first stage of tile `number`, and returns its share.
+  __device__ Share NextShare(int number) const {
+    Wait(memory.full(cursor.slot), cursor.parity);
+    return RaggedShareOf(p, memory.LoadTile(number));
+  }
 
   // Multiplies a tile, and sends partial sums to their owners. `gathered_end`: of activations that are not in stages.
   __device__ void MultiplyAndSend(const Share& share, int tile, int slices,
@@ -149,16 +160,48 @@ __device__ void Consume(const Params& p, const Share& share, Memory memory) {
   }
 }
 
-// Stores zeros in this CTA's columns of every `stride`th row without a weight. Called by one warp.
+// Loads every second tile of the CTA, from its tile `turn` on; another producer loads the others. So one finds its next
+// tile, which takes 4,000 cycles, while the other loads.
 template <class I>
-__device__ void StoreZeros(const Params& p, const ZeroRows& zeros) {
+__device__ void FillRagged(const Params& p, Memory memory, const RaggedTable& groups, int turn,
+                           int first, int clusters, int num_products) {
+  constexpr int kBarrier = 2,
+                kBoth = 2 * 32;  // named barriers: the other producer has loaded a tile
+  RingCursor cursor = {0, 1};
+  int tile = turn, number = first + turn * clusters;
+  for (; number < num_products; number += 2 * clusters, tile += 2) {
+    const Share share = RaggedShareOf(p, groups.Find(p.ragged, number));
+    const StageFiller<I> filler(p, share, memory);
+    if (tile > 0) {
+      cursor.Advance(share.stages, p.plan.num_stages);
+      Synchronize(kBarrier + turn, kBoth);
+    }
+    if (threadIdx.x % 32 == 0) memory.StoreTile(tile, share.tile);
+    for (int stage = 0; stage < share.stages; ++stage) filler.FillStage(stage, cursor);
+    if (number + clusters < num_products) ArriveForOthers(kBarrier + 1 - turn, kBoth);
+  }
+}
+
+// Reduces and stores a tile, after all of it has been multiplied. `more`: whether other tiles will use its buffer.
+template <class I>
+__device__ void CollectRagged(const Params& p, Memory memory, int number, bool more) {
+  const Share share = RaggedShareOf(p, memory.LoadTile(number));
+  const ClusterReducer<I> reducer(p, share, memory, number);
+  const int tile = share.slice_begin, slices = share.slice_end - share.slice_begin;
+  const auto first = reducer.LoadFirst(tile, slices);
+  reducer.WaitUntilSent();
+  reducer.Collect(tile, slices, first);
+  if (more) reducer.Free();
+}
+
+// Stores zeros in the rows of a tile, by the consumers of one CTA of the cluster.
+template <class I>
+__device__ void StoreZeros(const Params& p, const RaggedTile& tile) {
+  if (ClusterRank() > 0) return;
   const Product& part = p.products[0];
-  const int count = zeros.begin + p.blocks.rows - zeros.end;
-  for (int number = zeros.number; number < count; number += zeros.stride) {
-    const int row = number < zeros.begin ? number : zeros.end + number - zeros.begin;
+  for (int row = tile.first; row < tile.end; ++row) {
     const int64_t offset = int64_t{row} * part.n;
-    for (int n = static_cast<int>(blockIdx.x) * 32 + threadIdx.x % 32; n < part.n;
-         n += gridDim.x * 32) {
+    for (int n = threadIdx.x; n < part.n; n += kConsumerThreads) {
       if (p.out_float) {
         static_cast<float*>(part.out)[offset + n] = 0.0f;
       } else {
@@ -168,40 +211,71 @@ __device__ void StoreZeros(const Params& p, const ZeroRows& zeros) {
   }
 }
 
-// Finds the tile of a RaggedInstance's CTA. Returns whether there is one, the same for all CTAs of a cluster. Called by
-// all threads.
+// A RaggedInstance: persistent CTAs, whose producers load weights of the next tile while consumers end one.
 template <class I>
-__device__ bool HasBlock(const Params& p, Memory memory) {
-  if (threadIdx.x >= kConsumerThreads) {
-    const int shift = p.plan.cluster_shift;
-    const GridPlace place = {static_cast<int>(blockIdx.z * gridDim.y + blockIdx.y),
-                             static_cast<int>(blockIdx.x) >> shift,
-                             static_cast<int>(gridDim.x) >> shift};
-    const auto store = [&](const RaggedTile& block) { memory.StoreBlock(block); };
-    if (p.blocks.list != nullptr) {
-      if (p.blocks.waits) WaitForPreviousKernels();
-      const RaggedTile block = ListedBlock(p.blocks, place);
-      if (threadIdx.x == kConsumerThreads) store(block);
-      if (block.expert < 0) WaitForPreviousKernels();  // so that kernels end in launch order
-    } else {
-      WaitForPreviousKernels();  // they may have written the sizes
-      FindBlock(p.blocks, place, store, [&](const ZeroRows& zeros) { StoreZeros<I>(p, zeros); });
+__device__ void MultiplyRagged(const Params& p, Memory memory) {
+  const int warp = threadIdx.x / 32;
+  const RaggedTable groups = memory.groups(p.plan);
+  if (warp == 0) InitBarriers<I>(p.plan, memory);
+  if (warp == kWarps) {
+    WaitForPreviousKernels();  // they may have written the sizes
+    groups.Store(p.ragged);
+  }
+  __syncthreads();  // barriers and the table exist
+  ArriveAtCluster();
+  LaunchDependents();
+  const int first = static_cast<int>(blockIdx.x) >> p.plan.cluster_shift;
+  const int clusters = static_cast<int>(gridDim.x) >> p.plan.cluster_shift;
+  const int num_products = groups.NumProducts(p.ragged);
+  if (warp >= kWarps) {
+    FillRagged<I>(p, memory, groups, warp - kWarps, first, clusters, num_products);
+    WaitForArrivals();
+    return;
+  }
+  Consumer<I> consumer(p, memory);
+  int tiles = 0, number = first;
+  for (; number < num_products; number += clusters, ++tiles) {
+    {
+      const Share share = consumer.NextShare(tiles);
+      const ClusterReducer<I> reducer(p, share, memory, tiles);
+      consumer.MultiplyAndSend(share, share.slice_begin, share.slice_end - share.slice_begin,
+                               reducer, 0);
     }
+    if (tiles == 0) continue;
+    CollectRagged<I>(p, memory, tiles - 1, number + clusters < num_products);
+  }
+  if (tiles > 0) CollectRagged<I>(p, memory, tiles - 1, false);
+  if (tiles == 0) WaitForArrivals();
+  const int num_tiles = groups.NumTiles(p.ragged);
+  for (; number < num_tiles; number += clusters) {
+    StoreZeros<I>(p, groups.Find(p.ragged, number));
+  }
+}
+
+// Finds the expert of a ListedInstance's row. Returns whether there is one, the same for all CTAs of a cluster. Called
+// by all threads.
+__device__ inline bool FindExpert(const Params& p, Memory memory) {
+  if (threadIdx.x >= kConsumerThreads) {
+    if (p.listed.waits) WaitForPreviousKernels();
+    const int expert = ExpertOf(p.listed, static_cast<int>(blockIdx.y));
+    if (threadIdx.x == kConsumerThreads) memory.StoreExpert(expert);
+    if (expert < 0) WaitForPreviousKernels();  // so that kernels end in launch order
   }
   __syncthreads();
-  return memory.LoadBlock().expert >= 0;
+  return memory.LoadExpert() >= 0;
 }
 
 template <class I>
-__global__ void __launch_bounds__(kThreads, I::kCtasPerSm)
+__global__ void __launch_bounds__(ThreadsOf(I::kRagged), I::kCtasPerSm)
     QmmSm90StreamKernel(const __grid_constant__ Params p) {
 #if __CUDA_ARCH__ == 900
   extern __shared__ __align__(kTmaAlignment) uint8_t shared[];
   const Memory memory = {Opaque(SharedAddress(shared))};
-  const int warp = threadIdx.x / 32;
-  if constexpr (I::kRagged) {
-    if (!HasBlock<I>(p, memory)) return;
+  if constexpr (I::kRagged) return MultiplyRagged<I>(p, memory);
+  if constexpr (I::kListed) {
+    if (!FindExpert(p, memory)) return;
   }
+  const int warp = threadIdx.x / 32;
   const auto synchronize = [] {
     __syncthreads();  // barriers exist
     ArriveAtCluster();

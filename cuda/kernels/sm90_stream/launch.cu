@@ -73,17 +73,19 @@ Params ParamsOf(const QuantizedMatmul& problem, const Addresses& buffers, const 
   return p;
 }
 
-// Fills in the schedule of a ragged product, except pointers. `elements`: of the grid.
-BlockParams BlockParamsOf(const QuantizedMatmul& problem, int block_m, int64_t elements) {
-  BlockParams blocks = {};
-  blocks.groups = static_cast<int>(problem.groups_of_rows);
-  blocks.experts = static_cast<int>(problem.experts());
-  blocks.rows = static_cast<int>(problem.m);
-  while (1 << blocks.shift < block_m) ++blocks.shift;
-  blocks.elements = WideDivideBy(elements);
-  blocks.waits = problem.waits_for_list;
-  blocks.rows_per_lhs = DivideBy(std::max<int64_t>(problem.listed_per_row, 1));
-  return blocks;
+// Makes room for the table of groups behind the stages.
+void AddGroupTable(const QuantizedMatmul& problem, int limit, Plan* plan) {
+  const auto bytes = [&] {
+    return plan->ring + plan->num_stages * plan->slot_bytes + GroupTableBytes(problem);
+  };
+  while (plan->num_stages > 2 && bytes() > limit) --plan->num_stages;
+  plan->shared_bytes = std::max(plan->shared_bytes, bytes());
+}
+
+// The schedule of a list, except pointers.
+ListedParams ListedOf(const QuantizedMatmul& problem) {
+  return {nullptr, nullptr, static_cast<int>(problem.experts()), DivideBy(problem.listed_per_row),
+          problem.waits_for_list};
 }
 
 class StreamLaunch final : public KernelLaunch {
@@ -92,24 +94,29 @@ class StreamLaunch final : public KernelLaunch {
       : count_(step.products.size()),
         function_(function),
         cluster_ctas_(step.choice.split_k),
-        pdl_(step.problem.pdl),
-        is_listed_(step.problem.listed_per_row > 0) {
+        threads_(ThreadsOf(HasSizes(step.problem))),
+        pdl_(step.problem.pdl) {
     const QuantizedMatmul& problem = step.problem;
     const Choice& choice = step.choice;
     const QuantizedMatmul blocks = BlocksOf(problem, choice.block_m);
     params_ =
         ParamsOf(blocks, step.products.front().buffers, choice, CtasPerSm(blocks, device, choice));
-    const int clusters = AssignClusters(step.products, choice.slices, params_);
-    grid_ =
-        dim3(static_cast<unsigned>(clusters * cluster_ctas_), static_cast<unsigned>(problem.batch));
-    if (problem.is_ragged()) {
-      constexpr int64_t kMaxGridY = 65535;
-      const int64_t most = MaxBlocks(problem, choice.block_m), y = std::min(most, kMaxGridY);
-      grid_.y = static_cast<unsigned>(y), grid_.z = static_cast<unsigned>(CeilDiv(most, y));
-      params_.blocks = BlockParamsOf(problem, choice.block_m, int64_t{grid_.y} * grid_.z);
-      // Sizes or a list, which all loads depend on, come from previous kernels.
-      if (problem.listed_per_row == 0 || problem.waits_for_list) params_.prologue_stages = 2;
+    int64_t clusters = AssignClusters(step.products, choice.slices, params_);
+    int64_t batch = problem.batch;
+    if (HasSizes(problem)) {
+      const int ctas_per_sm = CtasPerSm(blocks, device, choice);
+      params_.ragged = RaggedOf(problem, choice.block_m, clusters);
+      AddGroupTable(problem, Sm90SharedBytes(ctas_per_sm), &params_.plan);
+      clusters = std::min<int64_t>(clusters * MaxBlocks(problem, choice.block_m),
+                                   device.clusters[ctas_per_sm][cluster_ctas_]);
+      batch = 1;
+    } else if (problem.is_ragged()) {
+      params_.listed = ListedOf(problem);
+      batch = problem.m;
+      // All loads depend on the list, which comes from the previous kernel.
+      if (problem.waits_for_list) params_.prologue_stages = 2;
     }
+    grid_ = dim3(static_cast<unsigned>(clusters * cluster_ctas_), static_cast<unsigned>(batch));
     lhs_ = ShapeOfMatrix(problem.lhs, problem.batch * problem.lhs_rows(), problem.k,
                          params_.plan.lhs_rows, params_.plan.stage_atoms);
   }
@@ -121,8 +128,8 @@ class StreamLaunch final : public KernelLaunch {
     p.permutation = first.permutation;
     p.epilogue.bias = first.bias;
     p.epilogue.residual = p.apply_lhs_scale ? first.lhs_scale : first.residual;
-    (is_listed_ ? p.blocks.list : p.blocks.sizes) = first.group_sizes;
-    p.blocks.offset = first.group_offset;
+    p.ragged.sizes = p.listed.list = first.group_sizes;
+    p.ragged.offset = p.listed.offset = first.group_offset;
     for (size_t i = 0; i < count_; ++i) {
       const Buffers& b = products[i];
       Product& own = p.products[i];
@@ -136,15 +143,15 @@ class StreamLaunch final : public KernelLaunch {
     }
     const cudaError_t error = Encode(lhs_, first.lhs, &p.lhs);
     if (error != cudaSuccess) return error;
-    const LaunchConfig config(grid_, kThreads, p.plan.shared_bytes, stream, pdl_, cluster_ctas_);
+    const LaunchConfig config(grid_, threads_, p.plan.shared_bytes, stream, pdl_, cluster_ctas_);
     return LaunchFunction(config, function_, &p);
   }
 
  private:
   const size_t count_;  // of products
   const void* const function_;
-  const int cluster_ctas_;
-  const bool pdl_, is_listed_;
+  const int cluster_ctas_, threads_;
+  const bool pdl_;
   Params params_;
   dim3 grid_;
   TensorShape lhs_;

@@ -14,7 +14,8 @@
 #include "cuda/device/format/integer.cuh"
 #include "cuda/device/layout.cuh"
 #include "cuda/device/schedule/batched.cuh"
-#include "cuda/device/schedule/blocks.cuh"
+#include "cuda/device/schedule/listed.cuh"
+#include "cuda/device/schedule/ragged.cuh"
 #include "cuda/kernels/epilogue.cuh"
 #include "cuda/kernels/sm90_stream/plan.h"
 #include "cuda/types.h"
@@ -22,7 +23,8 @@
 namespace jaxlowbit::sm90_stream {
 
 inline constexpr int kConsumerThreads = 32 * kWarps;
-inline constexpr int kThreads = kConsumerThreads + 32;
+// A CTA has one producer warp, or in a ragged product two.
+constexpr int ThreadsOf(bool ragged) { return kConsumerThreads + (ragged ? 2 : 1) * 32; }
 inline constexpr int kRowBytes = kAtom * 2;  // of lhs and an atom
 
 // An instance: type of lhs, type of the scales, kind of zeros, maximum rows, width, CTAs per multiprocessor by
@@ -50,14 +52,24 @@ struct Instance {
   static constexpr int kTiles = kM / 8;  // of the instruction, along the rows
   static constexpr int kSliceBytes = kAtomBytes<kBits> / kSlicesPerStrip;
   static constexpr bool kWholeStrips = HasWholeStrips(kBits);
-  static constexpr bool kRagged = false;
+  static constexpr bool kRagged = false, kListed = false;
 };
 
-// The instance of a ragged product (device/schedule/blocks.cuh).
+// The instance of a ragged product (device/schedule/ragged.cuh).
 template <class Dense>
 struct RaggedInstance : Dense {
   static constexpr bool kRagged = true;
 };
+
+// The instance of a ragged product by a list (device/schedule/listed.cuh): a dense product, whose CTAs find their
+// expert first.
+template <class Dense>
+struct ListedInstance : Dense {
+  static constexpr bool kListed = true;
+};
+
+template <class I>
+inline constexpr bool kHasExperts = I::kRagged || I::kListed;
 
 // One of the products of a launch.
 struct Product {
@@ -106,7 +118,8 @@ struct Params {
   int group_shift;  // a group is 2^group_shift steps of k
   bool to_float8;   // for a kernel that rounds lhs: to values of e4m3, not of int8
   UnitParams units[kMaxProducts];
-  BlockParams blocks;  // for a RaggedInstance
+  RaggedParams ragged;  // for a RaggedInstance
+  ListedParams listed;  // for a ListedInstance
 };
 
 // Synchronizes the consumers.
@@ -123,37 +136,6 @@ __device__ inline int OwnProduct(const Params& p) {
 
 __device__ inline Batched<int> ScheduleOf(const Params& p) { return {p.m, p.epilogue.gated}; }
 
-// Shared memory: barriers, then partial sums received from the cluster, then the ring of stages.
-struct Memory {
-  uint32_t base;
-
-  // Stage `slot` has been loaded (full), or has been read by every warp (empty).
-  __device__ uint32_t full(int slot) const { return base + slot * kBarrierBytes; }
-  __device__ uint32_t empty(int slot) const { return base + (kMaxStages + slot) * kBarrierBytes; }
-  // All partial sums of a tile have arrived (full), or every CTA of the cluster has read its own (free).
-  __device__ uint32_t partials_full() const { return base + 2 * kMaxStages * kBarrierBytes; }
-  __device__ uint32_t partials_free() const { return partials_full() + kBarrierBytes; }
-  // For a kernel that rounds lhs: the barrier for the maximum magnitudes from the cluster's warps, the scales of the
-  // rows, and those magnitudes, one per warp and CTA.
-  __device__ uint32_t largest_full() const { return partials_free() + kBarrierBytes; }
-  __device__ uint32_t row_scale(int row) const { return largest_full() + kBarrierBytes + 4 * row; }
-  __device__ uint32_t largest(int number) const { return row_scale(kWarps + number); }
-  __device__ uint32_t partials() const { return base + kBarriersBytes; }
-  __device__ uint32_t stage(const Plan& plan, int slot) const {
-    return base + plan.ring + slot * plan.slot_bytes;
-  }
-  // Ragged: the CTA's tile, which the producer finds. A negative expert: none.
-  __device__ void StoreBlock(const RaggedTile& block) const {
-    StoreShared16(own_block(), make_uint4(block.expert, block.column, block.first, block.end));
-  }
-  __device__ RaggedTile LoadBlock() const {
-    const uint4 block = LoadShared16(own_block());
-    return {static_cast<int>(block.x), static_cast<int>(block.y), static_cast<int>(block.z),
-            static_cast<int>(block.w)};
-  }
-  __device__ uint32_t own_block() const { return base + kBarriersBytes - kBlockBytes; }
-};
-
 // The part of the product that a CTA owns.
 struct Share {
   int batch;  // position in the batch
@@ -161,17 +143,15 @@ struct Share {
   int slice_begin, slice_end;
   int stages;                // of each tile
   int atom_begin, atom_end;  // along k
+  RaggedTile tile;           // of a RaggedInstance; of a ListedInstance only its expert
 };
 
-template <class I>
-__device__ Share OwnShare(const Params& p, Memory memory) {
+__device__ inline Share OwnShare(const Params& p) {
   const Plan& plan = p.plan;
   Share share;
   share.rank = ClusterRank();
   share.batch = static_cast<int>(blockIdx.y);
-  const int part = OwnProduct(p);
-  const int cluster =
-      I::kRagged ? memory.LoadBlock().column : static_cast<int>(blockIdx.x) >> plan.cluster_shift;
+  const int part = OwnProduct(p), cluster = static_cast<int>(blockIdx.x) >> plan.cluster_shift;
   share.slice_begin = (cluster - p.first_cluster[part]) * plan.slices;
   share.slice_end = min(p.products[part].strips * kSlicesPerStrip, share.slice_begin + plan.slices);
   const int begin = plan.stages * share.rank >> plan.cluster_shift;
@@ -182,25 +162,40 @@ __device__ Share OwnShare(const Params& p, Memory memory) {
   return share;
 }
 
-// The rows and weights of a CTA.
+// The share of a tile of a RaggedInstance.
+__device__ inline Share RaggedShareOf(const Params& p, const RaggedTile& tile) {
+  Share share = OwnShare(p);
+  share.tile = tile;
+  share.slice_begin = share.tile.column * p.plan.slices;
+  share.slice_end = min(p.products[0].strips * kSlicesPerStrip, share.slice_begin + p.plan.slices);
+  return share;
+}
+
+// The rows and weights of a share.
 template <class I>
-__device__ auto ScheduleOf(const Params& p, Memory memory) {
+__device__ auto ScheduleOf(const Params& p, const Share& share) {
   if constexpr (I::kRagged) {
-    const RaggedTile block = memory.LoadBlock();
-    // TMA reads slower beyond the last row, so the last blocks begin earlier.
-    const int first = min(block.first, max(0, p.blocks.rows - p.plan.lhs_rows));
-    return Ragged<>{block.expert,     first,           block.first, block.end,
-                    p.blocks.experts, p.epilogue.gated};
+    const RaggedTile& tile = share.tile;
+    // TMA reads slower beyond the last row, so the last tiles begin earlier.
+    const int first = min(tile.first, max(0, p.ragged.rows - p.plan.lhs_rows));
+    const int end = min(tile.end, tile.first + p.ragged.block);
+    return Ragged<>{tile.expert, first, tile.first, end, p.ragged.experts, p.epilogue.gated};
+  } else if constexpr (I::kListed) {
+    return Listed{share.tile.expert, p.listed, p.epilogue.gated};
   } else {
     return ScheduleOf(p);
   }
 }
 
-// The row of lhs for row 0 of a CTA.
+// The row of lhs for row 0 of a share.
 template <class I>
-__device__ int LhsRow(const Params& p, const Share& share, Memory memory) {
-  const int row = static_cast<int>(ScheduleOf<I>(p, memory).Row(share.batch, 0));
-  return I::kRagged ? p.blocks.rows_per_lhs.Divide(row) : row;
+__device__ int LhsRow(const Params& p, const Share& share) {
+  const auto schedule = ScheduleOf<I>(p, share);
+  if constexpr (I::kListed) {
+    return schedule.LhsRow(share.batch);
+  } else {
+    return static_cast<int>(schedule.Row(share.batch, 0));
+  }
 }
 
 // Slice `number` of a tile in warp order, two per warp. In a gated product a warp's two slices are the same channels of
@@ -223,6 +218,62 @@ __device__ inline int FirstScaleRow(const Params& p, int atom) {
   const int group = FirstGroup(p, atom);
   if constexpr (!I::kSuperBlocks) return group;
   return group + (atom >> kSuperShift) * static_cast<int>(kFloatRows);
+}
+
+// Shared memory: barriers, then partial sums received from the cluster, then the ring of stages.
+struct Memory {
+  uint32_t base;
+
+  // Stage `slot` has been loaded (full), or has been read by every warp (empty).
+  __device__ uint32_t full(int slot) const { return base + slot * kBarrierBytes; }
+  __device__ uint32_t empty(int slot) const { return base + (kMaxStages + slot) * kBarrierBytes; }
+  // All partial sums of a tile have arrived (full), or every CTA of the cluster has read its own (free). Buffer 1 exists
+  // in a RaggedInstance.
+  __device__ uint32_t partials_full(int buffer = 0) const {
+    return base + (2 * kMaxStages + 2 * buffer) * kBarrierBytes;
+  }
+  __device__ uint32_t partials_free(int buffer = 0) const {
+    return partials_full(buffer) + kBarrierBytes;
+  }
+  // For a kernel that rounds lhs: the barrier for the maximum magnitudes from the cluster's warps, the scales of the
+  // rows, and those magnitudes, one per warp and CTA.
+  __device__ uint32_t largest_full() const { return partials_free() + kBarrierBytes; }
+  __device__ uint32_t row_scale(int row) const { return largest_full() + kBarrierBytes + 4 * row; }
+  __device__ uint32_t largest(int number) const { return row_scale(kWarps + number); }
+  __device__ uint32_t partials(const Plan& plan, int buffer) const {
+    return base + kBarriersBytes + buffer * plan.sums_bytes;
+  }
+  __device__ uint32_t stage(const Plan& plan, int slot) const {
+    return base + plan.ring + slot * plan.slot_bytes;
+  }
+  // Ragged: tile `number` of this CTA, which the producer stores before it loads the first stage.
+  __device__ void StoreTile(int number, const RaggedTile& tile) const {
+    StoreShared16(TileRecord(number), make_uint4(tile.expert, tile.column, tile.first, tile.end));
+  }
+  __device__ RaggedTile LoadTile(int number) const {
+    const uint4 tile = LoadShared16(TileRecord(number));
+    return {static_cast<int>(tile.x), static_cast<int>(tile.y), static_cast<int>(tile.z),
+            static_cast<int>(tile.w)};
+  }
+  // Listed: the expert of the CTA's row; negative: none.
+  __device__ void StoreExpert(int expert) const {
+    StoreShared4(TileRecord(0), static_cast<uint32_t>(expert));
+  }
+  __device__ int LoadExpert() const { return static_cast<int>(LoadShared4(TileRecord(0))); }
+  __device__ uint32_t TileRecord(int number) const {
+    return partials_full(2) + number % kTileRecords * kTileRecordBytes;
+  }
+  __device__ RaggedTable groups(const Plan& plan) const {
+    return RaggedTable(stage(plan, plan.num_stages));
+  }
+};
+
+// The share of a CTA that is not persistent.
+template <class I>
+__device__ Share OwnShare(const Params& p, Memory memory) {
+  Share share = OwnShare(p);
+  if constexpr (I::kListed) share.tile.expert = memory.LoadExpert();
+  return share;
 }
 
 }  // namespace jaxlowbit::sm90_stream

@@ -6,6 +6,7 @@
 
 #include "cuda/gpu.h"
 #include "cuda/problem.h"
+#include "cuda/select/ragged.h"
 
 namespace jaxlowbit::sm90_stream {
 
@@ -95,14 +96,16 @@ Plan PlanOf(const QuantizedMatmul& problem, int cluster_ctas, int slices, int ct
   while (cluster << plan.owned_shift < plan.tile_slices) ++plan.owned_shift;
   // Every warp sends its partial sums of a slice: 16 channels x block_m in float32.
   const int senders = cluster * plan.warps_k;
-  plan.gathered = kBarriersBytes + (senders << plan.owned_shift) * kSliceRows * block_m * 4;
+  plan.sums_bytes = (senders << plan.owned_shift) * kSliceRows * block_m * 4;
+  plan.gathered = kBarriersBytes + plan.sums_bytes * (IsOfBlocks(problem) ? 2 : 1);
   plan.whole_rows = plan.gathered + (in_stages ? 0 : static_cast<int>(gathered_bytes));
   const int64_t before = gathers ? plan.gathered + gather_bytes : plan.whole_rows;
   plan.ring = static_cast<int>(CeilDiv(before, kTmaAlignment) * kTmaAlignment);
   const bool exclusive = ctas_per_sm == 1;
   const bool leaves_room = plan.ring + kExclusiveStages * plan.slot_bytes <= kExclusiveBytes;
   const int bytes = exclusive && leaves_room ? kExclusiveBytes : Sm90SharedBytes(ctas_per_sm);
-  plan.num_stages = std::min({kMaxStages, (bytes - plan.ring) / plan.slot_bytes,
+  plan.num_stages = std::min({IsOfBlocks(problem) ? kMaxRaggedStages : kMaxStages,
+                              (bytes - plan.ring) / plan.slot_bytes,
                               std::max(2, kMaxPackedBytes / plan.bytes.packed)});
   if (plan.lhs_path == LhsPath::kRounds && gathered_bytes > kMaxGatheredBytes) plan.num_stages = 0;
   plan.shared_bytes = exclusive ? bytes : plan.ring + plan.num_stages * plan.slot_bytes;

@@ -25,9 +25,11 @@ inline constexpr int kMaxStages = 16;
 inline constexpr int kMaxCtasPerSm = 2;
 inline constexpr int kMaxProducts = 4;      // products of one launch
 inline constexpr int kTmaAlignment = 1024;  // of a swizzled tensor-map tile in shared memory
-inline constexpr int kBarriersBytes =
-    512;  // room for all barriers, at the start, and at its end a ragged block
-inline constexpr int kBlockBytes = 16;
+inline constexpr int kBarriersBytes = 512;  // room for all barriers, at the start
+// Ragged: the producer passes tiles on to the consumers. It is at most a ring of stages ahead of them, and they need the
+// tile before, too.
+inline constexpr int kMaxRaggedStages = 8, kTileRecords = kMaxRaggedStages + 4;
+inline constexpr int kTileRecordBytes = 16;
 
 // How activations reach shared memory. kStages: by TMA with the weights of each stage. kGathers, kRounds: the consumers
 // write all activations of the CTA's part of k before its first tile, gathering permuted columns (gather.cuh) or
@@ -100,7 +102,8 @@ struct Plan {
   int gathered, whole_rows;
   int ring;          // offset of the stages
   int num_stages;    // of the ring; the plan cannot run with fewer than 2
-  int shared_bytes;  // of a CTA
+  int shared_bytes;  // of a CTA; ragged: including the table of groups, behind the stages
+  int sums_bytes;    // of the partial sums of a tile; ragged: there are two such buffers
 };
 
 // Whether each stage of `stage_atoms` atoms begins with a group or lies inside one.

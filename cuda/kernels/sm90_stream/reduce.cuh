@@ -3,6 +3,9 @@
 // Reduces the partial sums of a tile across the cluster. Every CTA owns some of the tile's slices, and every warp sends
 // its partial sums of a slice to the owner's shared memory. The owner adds them in the order of senders, so that
 // results repeat bit for bit, and stores them through the epilogue.
+//
+// Ragged. There are two buffers of partial sums. A tile's are reduced after the warp has multiplied the next tile, when
+// all have arrived, so that no warp waits for others at the end of a tile.
 #pragma once
 
 #include "cuda/kernels/sm90_stream/multiply.cuh"
@@ -24,7 +27,8 @@ class ClusterReducer {
   // Called by one thread, before the tile's partial sums can be complete.
   __device__ void Expect(int slices) const {
     if (UsesPlainStores()) return;
-    ArriveExpecting(memory_.partials_full(), Owned(slices) * senders_ * I::kTiles * kFragmentBytes);
+    ArriveExpecting(memory_.partials_full(Buffer()),
+                    Owned(slices) * senders_ * I::kTiles * kFragmentBytes);
   }
 
   // Sends a warp's partial sums of slice `slice` of the tile, of part `part` of the stages.
@@ -38,7 +42,7 @@ class ClusterReducer {
       }
       return;
     }
-    const uint32_t barrier = MapToRank(memory_.partials_full(), owner);
+    const uint32_t barrier = MapToRank(memory_.partials_full(Buffer()), owner);
     const uint32_t target = MapToRank(Fragment(slice & (owned_ - 1), sender, 0), owner);
 #pragma unroll
     for (int tile = 0; tile < I::kTiles; ++tile) {
@@ -46,13 +50,13 @@ class ClusterReducer {
     }
   }
 
-  // Waits, before the tile's partial sums are sent, until all owners have read the previous ones.
+  // Waits, before the tile's partial sums are sent, until all owners have read the previous ones of this buffer.
   __device__ void WaitUntilFree() const {
     if (number_ == 0) {
       // Waits until the barriers of all CTAs exist. Kernels that round rows have done so before.
       if constexpr (I::kLhsPath != LhsPath::kRounds) WaitForArrivals();
-    } else if (!UsesPlainStores()) {
-      WaitForCluster(memory_.partials_free(), (number_ - 1) % 2);
+    } else if (number_ >= kBuffers && !UsesPlainStores()) {
+      WaitForCluster(memory_.partials_free(Buffer()), (number_ / kBuffers - 1) % 2);
     }
   }
 
@@ -61,17 +65,19 @@ class ClusterReducer {
     if (UsesPlainStores()) {
       SynchronizeConsumers();
     } else {
-      WaitForCluster(memory_.partials_full(), number_ % 2);
+      WaitForCluster(memory_.partials_full(Buffer()), number_ / kBuffers % 2);
     }
   }
 
-  // Signals that this CTA has read its partial sums of a tile; called if another tile follows.
+  // Signals that this warp has read its partial sums of the tile; called if another tile uses the buffer. Not ragged:
+  // one warp signals for the CTA.
   __device__ void Free() const {
-    SynchronizeConsumers();
+    if (!I::kRagged || UsesPlainStores()) SynchronizeConsumers();
     if (UsesPlainStores()) return;
-    const int thread = threadIdx.x;
+    if constexpr (I::kRagged) __syncwarp();
+    const int thread = I::kRagged ? threadIdx.x % 32 : threadIdx.x;
     if (thread < 1 << p_.plan.cluster_shift) {
-      ArriveRemoteAfterReads(MapToRank(memory_.partials_free(), thread), true);
+      ArriveRemoteAfterReads(MapToRank(memory_.partials_free(Buffer()), thread), true);
     }
   }
 
@@ -129,7 +135,7 @@ class ClusterReducer {
 #pragma unroll
           for (int j = 0; j < 4; ++j) sum[j] *= residual[j];
         } else {
-          Finish<I::kRagged>(e, up, residual, sum);
+          Finish<kHasExperts<I>>(e, up, residual, sum);
         }
       }
       const int m = Row(tile), n = Channel(tile_slice, slice);
@@ -150,6 +156,9 @@ class ClusterReducer {
       1 << (kIntegerWeights ? kShift<typename I::T>
                             : kProductShift<typename I::T, typename I::S, I::kCodebook>);
   static constexpr int kFragmentBytes = 32 * 16;  // 16 channels x 8 rows, in the order of lanes
+  static constexpr int kBuffers = I::kRagged ? 2 : 1;
+
+  __device__ int Buffer() const { return number_ % kBuffers; }
 
   // Adds the partial sums of all senders for this lane.
   __device__ void Add(int slice, int tile, float (&sum)[4]) const {
@@ -171,10 +180,10 @@ class ClusterReducer {
     const int own = OwnProduct(p_);
     const Product& part = p_.products[own];  // several products per launch: no biases or residuals
     const int m = Row(fragment % I::kTiles), n = Channel(tile_slice, fragment / I::kTiles);
-    const auto schedule = ScheduleOf<I>(p_, memory_);
+    const auto schedule = ScheduleOf<I>(p_, share_);
     const int product = schedule.Position(share_.batch);
-    // The position of up, which is next to the gate unless the product is ragged.
-    const int up = I::kRagged ? schedule.UpPosition(share_.batch) : product + 1;
+    // The position of up, which is next to the gate unless there are experts.
+    const int up = kHasExperts<I> ? schedule.UpPosition(share_.batch) : product + 1;
     Addends addends = {};
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -187,7 +196,7 @@ class ClusterReducer {
         if (n + 8 * h >= part.n) continue;
         const int64_t at = int64_t{product} * part.n + n + 8 * h;
         addends.bias[h] = LoadBits(e.bias, e.bias_float, at);
-        const int64_t up_at = I::kRagged ? int64_t{up} * part.n + n + 8 * h : at + part.n;
+        const int64_t up_at = kHasExperts<I> ? int64_t{up} * part.n + n + 8 * h : at + part.n;
         if (e.gated) addends.up_bias[h] = LoadBits(e.bias, e.bias_float, up_at);
       }
     }
@@ -229,12 +238,13 @@ class ClusterReducer {
 
   // The address of this lane's part of a fragment.
   __device__ uint32_t Fragment(int slice, int sender, int tile) const {
-    return memory_.partials() + ((slice * senders_ + sender) * I::kTiles + tile) * kFragmentBytes +
+    return memory_.partials(p_.plan, Buffer()) +
+           ((slice * senders_ + sender) * I::kTiles + tile) * kFragmentBytes +
            threadIdx.x % 32 * 16;
   }
 
   __device__ void Store(const Product& part, int m, int n, float value) const {
-    const auto schedule = ScheduleOf<I>(p_, memory_);
+    const auto schedule = ScheduleOf<I>(p_, share_);
     if (!schedule.Has(share_.batch, m) || n >= part.n) return;
     const int64_t offset = schedule.Row(share_.batch, m) * part.n + n;
     if (p_.out_float) {

@@ -10,6 +10,7 @@
 
 #include "cuda/kernels/number_costs.h"
 #include "cuda/kernels/sm90_stream/costs.h"
+#include "cuda/select/ragged.h"
 
 namespace jaxlowbit::sm90_stream {
 namespace {
@@ -69,6 +70,7 @@ Support SupportsChoice(const Choice& choice, const QuantizedMatmul& problem, con
   if (choice.slices < 1 || choice.slices > most) return {"slices is beyond those of a cluster"};
   const Plan plan = PlanOfChoice(problem, device, choice);
   if (plan.num_stages < 2) return {"its stages would not fit shared memory"};
+  if (IsOfBlocks(problem) && plan.stages < choice.split_k) return {"each CTA has a stage of k"};
   return SupportsGroups(plan, problem);
 }
 
@@ -103,8 +105,8 @@ Choice Configure(const QuantizedMatmul& problem, const Device& device, int64_t) 
 
 namespace {
 
-// The part of the start and end of a wave after the first that remains: 1 if waves follow each other, less if CTAs of
-// one start while others of the wave before still read.
+// later_ends: the part of the start and end of a wave after the first that remains. 1 if waves follow each other, less
+// if CTAs of one start while others of the wave before still read, 0 if CTAs are persistent.
 double CostOf(const QuantizedMatmul& problem, const Device& device, const Choice& choice,
               const Costs& costs, double later_ends) {
   const int cluster_ctas = choice.split_k, slices = choice.slices;
@@ -166,6 +168,10 @@ double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& 
 }
 
 double RaggedCost(const QuantizedMatmul& blocks, const Device& device, const Choice& choice) {
+  return CostOf(blocks, device, choice, kCosts, 0);
+}
+
+double ListedCost(const QuantizedMatmul& blocks, const Device& device, const Choice& choice) {
   constexpr double kLaterEnds = 0.2;
   return CostOf(blocks, device, choice, kCosts, kLaterEnds);
 }
