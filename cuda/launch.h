@@ -29,13 +29,6 @@ cudaError_t FindTarget(cudaStream_t stream, bool prepares, int* ordinal, Target*
 // Properties of `device` that PrepareKernels read.
 const Device& DeviceInfo(int device);
 
-// The walks (kernels/sm90_stream/walk.h) of one execution of a call.
-struct WalkState {
-  const void* region = nullptr;  // that has been cleared for them
-  int64_t bytes = 0;             // of the region
-  int layers = 0;                // that have been launched since
-};
-
 // A step of a plan, loaded on one device. Immutable: several threads may run it at once.
 class LoadedStep {
  public:
@@ -44,11 +37,6 @@ class LoadedStep {
   // Enqueues the step. `pointers`: of the call's buffers, which its addresses number. Only launches: it does not
   // allocate device memory, synchronise or query the device, so it can be captured into a graph.
   virtual cudaError_t Run(void* const* pointers, cudaStream_t stream) const = 0;
-
-  // Run, as part of several inner calls.
-  virtual cudaError_t RunAmong(WalkState*, void* const* pointers, cudaStream_t stream) const {
-    return Run(pointers, stream);
-  }
 };
 
 // The pointer to an address.

@@ -14,11 +14,58 @@
 #include "xla_ffi/attend_operands.h"
 #include "xla_ffi/cuda_error.h"
 #include "xla_ffi/cuda_experts.h"
-#include "xla_ffi/cuda_places.h"
-#include "xla_ffi/cuda_walk.h"
 
 namespace jaxlowbit {
 namespace {
+
+std::vector<int64_t> PlacesRead(const Call& call, const Step& step) {
+  std::vector<int64_t> places;
+  switch (step.kind) {
+    case StepKind::kMultiply:
+      for (int64_t i = step.first; i < step.first + step.count; ++i) {
+        const Places& at = call.products[i].places;
+        for (int64_t place :
+             {at.lhs, at.packed, at.scale, at.zero, at.unit, at.index, at.group_sizes,
+              at.group_offset, at.permutation, at.bias, at.residual, at.lhs_scale}) {
+          if (place != 0) places.push_back(place);
+        }
+      }
+      break;
+    case StepKind::kRound:
+    case StepKind::kNormalize:
+    case StepKind::kRoute:
+      for (int64_t place : {step.x, step.addend, step.scales}) {
+        if (place != 0) places.push_back(place);
+      }
+      break;
+    case StepKind::kGroup:
+    case StepKind::kCombine:
+      for (int64_t place : {step.x, step.expert, step.offset, step.scales}) {
+        if (place != 0) places.push_back(place);
+      }
+      if (step.kind == StepKind::kCombine) places.push_back(step.place);
+      break;
+    case StepKind::kAttend:  // checks its own buffers
+      break;
+  }
+  return places;
+}
+
+std::vector<int64_t> PlacesWritten(const Call& call, const Step& step) {
+  std::vector<int64_t> places;
+  if (step.kind == StepKind::kAttend) return places;
+  if (step.kind != StepKind::kMultiply) {
+    places = {step.total, step.out, step.out_scale, step.sizes};
+    if (step.kind == StepKind::kGroup) places.push_back(step.place);
+    if (step.kind == StepKind::kRoute) places.push_back(step.expert);
+  } else {
+    for (int64_t i = step.first; i < step.first + step.count; ++i) {
+      places.push_back(call.products[i].places.out);
+    }
+  }
+  places.erase(std::remove(places.begin(), places.end(), 0), places.end());
+  return places;
+}
 
 class RoundStep final : public LoadedStep {
  public:
@@ -116,7 +163,6 @@ class Sequence {
     if (error.failure() || IsEmpty()) return error;
     error = FindList();
     if (error.success()) error = FindDevices();
-    if (error.success()) ReserveWalk();
     std::vector<PlannedStep> results;
     if (error.success()) error = RedirectResults(&results);
     if (error.failure()) return error;
@@ -124,10 +170,7 @@ class Sequence {
       products_.push_back(Locate(call_.products[i].places, call_.operands[i]));
     }
     if (listed_ != nullptr) ListRows();
-    if (walk_bytes_ > 0) error = Walk();
-    const size_t end = loaded_.walks ? kFirstWalkStep : call_.steps.size();
-    for (size_t i = 0; error.success() && i < end; ++i) error = PlanStep(i);
-    if (walk_ != nullptr) Add(std::move(walk_), "launching the products between two attentions");
+    for (size_t i = 0; error.success() && i < call_.steps.size(); ++i) error = PlanStep(i);
     return error.failure() ? error : Load(results, "copying ", "results of a call");
   }
 
@@ -329,27 +372,6 @@ class Sequence {
       }
     }
     return aligned;
-  }
-
-  // Reserves the end of the workspace, which calls of one shape share, for a walk.
-  void ReserveWalk() {
-    if (exchange_.parts > 1) return;
-    const int64_t bytes = FindWalk(call_, *target_.device);
-    if (bytes > 0) region_ = room_.Allocate(bytes);
-    if (region_ != nullptr) walk_bytes_ = bytes;
-  }
-
-  // Loads a walk, if buffers and device allow it.
-  ffi::Error Walk() {
-    const auto at = [this](int64_t place) { return AddressAt(place); };
-    if (!CanWalk(call_, at, region_, &ways_)) return ffi::Error::Success();
-    std::unique_ptr<const LoadedStep> clear;
-    const cudaError_t status = LoadWalk(call_, at, region_, epsilon_, &clear, &walk_);
-    if (status == cudaErrorNotSupported) return ffi::Error::Success();
-    if (status != cudaSuccess) return ToError(status, "loading the walk");
-    Add(std::move(clear), "clearing the memory of the walk");
-    loaded_.walks = started_ = true;
-    return ffi::Error::Success();
   }
 
   // Lets products read the experts of the choices, and the rows of tokens instead of their copies.
@@ -623,9 +645,6 @@ class Sequence {
   const Step* listed_ = nullptr;  // a grouping of choices that no kernel computes
   std::vector<std::pair<int64_t, Address>> moved_;
   std::vector<PlannedProduct> products_;
-  Address region_;  // of a walk
-  int64_t walk_bytes_ = 0;
-  std::unique_ptr<const LoadedStep> walk_;
 };
 
 }  // namespace

@@ -20,7 +20,6 @@ struct LoadedCall {
     std::string what;  // it does, for errors
   };
   std::vector<Step> steps;
-  bool walks = false;      // RunAmong is needed, with the state of the layers before
   bool exchanges = false;  // with other devices, whose failure ends the next execution
 };
 

@@ -21,7 +21,6 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/kernels/sm90_stream/walk_select.h"
 #include "cuda/launch.h"
 #include "cuda/ops/exchange.h"
 #include "xla_ffi/call.h"
@@ -58,8 +57,8 @@ ffi::Error Plan(const CallKey& key, Call* call, const Target& target, Stage stag
 }
 
 template <Stage kStage>
-ffi::Error RunCall(WalkState* walks, cudaStream_t stream, ffi::RemainingArgs args,
-                   ffi::RemainingRets rets, RawAttributes attributes) {
+ffi::Error Run(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+               RawAttributes attributes) {
   constexpr bool kExecutes = kStage == Stage::kExecute;
   const auto named = [&](const ffi::Error& error) {
     return Named(Attributes(ffi::Dictionary(attributes.attrs)).caller(), error);
@@ -70,15 +69,13 @@ ffi::Error RunCall(WalkState* walks, cudaStream_t stream, ffi::RemainingArgs arg
     cudaError_t status = FindTarget(stream, !kExecutes, &ordinal, &target);
     if (status != cudaSuccess) return named(TargetError(status, ordinal));
     thread_local CallKey key;
-    key.Read(args, rets, attributes, ordinal, target.tuned == nullptr ? 0 : target.tuned->number,
-             static_cast<int64_t>(sm90_stream::CurrentWalkMode()));
+    key.Read(args, rets, attributes, ordinal, target.tuned == nullptr ? 0 : target.tuned->number);
     const LoadedCall* loaded = plans.Find(key, !kExecutes);
     std::shared_ptr<const LoadedCall> planned;
     if (loaded == nullptr) {
       if (const auto layers = FindLayers(attributes)) {  // never planned
-        return ForEachLayer(*layers, args, rets, attributes, [&](const auto&... call) {
-          return RunCall<kStage>(walks, stream, call...);
-        });
+        return ForEachLayer(*layers, args, rets, attributes,
+                            [stream](const auto&... call) { return Run<kStage>(stream, call...); });
       }
       Call call(args, rets, ffi::Dictionary(attributes.attrs));
       const ffi::Error error = Plan(key, &call, target, kStage, &planned);
@@ -90,22 +87,14 @@ ffi::Error RunCall(WalkState* walks, cudaStream_t stream, ffi::RemainingArgs arg
       return failure.empty() ? ffi::Error::Success() : named(ffi::Error::Internal(failure));
     }
     execute_count.fetch_add(1, std::memory_order_relaxed);
-    if (!loaded->walks) *walks = {};  // other steps may overwrite the region
     for (const LoadedCall::Step& step : loaded->steps) {
-      status = step.run->RunAmong(walks, key.pointers.data(), stream);
+      status = step.run->Run(key.pointers.data(), stream);
       if (status != cudaSuccess) return named(ToError(status, step.what));
     }
     return ffi::Error::Success();
   } catch (...) {
     return Thrown(Attributes(ffi::Dictionary(attributes.attrs)).caller());
   }
-}
-
-template <Stage kStage>
-ffi::Error Run(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
-               RawAttributes attributes) {
-  WalkState walks;
-  return RunCall<kStage>(&walks, stream, args, rets, attributes);
 }
 
 // Whether these numbers have not been seen before. Programs repeat the same calls, which need one compilation.

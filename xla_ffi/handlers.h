@@ -18,8 +18,5 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaTimesExecute);
 namespace jaxlowbit {
 // Number of executions of the CUDA handler in this process, not counting replays of a captured graph.
 int64_t CudaExecuteCount();
-
-// Launches of the walk (cuda_walk.h) so far, likewise.
-int64_t CudaWalkCount();
 }  // namespace jaxlowbit
 #endif

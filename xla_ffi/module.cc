@@ -22,7 +22,6 @@
 #include "cuda/extents.h"
 #include "cuda/gpu.h"
 #include "cuda/kernels/instance_key.h"
-#include "cuda/kernels/sm90_stream/walk_select.h"
 #include "cuda/limits.h"
 #include "cuda/select/cache.h"
 #include "cuda/select/select.h"
@@ -302,42 +301,6 @@ void Define(nb::module_& module, const char* name, Function function) {
       nb::arg("workspace_bytes") = kMaxWorkspaceBytes);
 }
 
-std::vector<QuantizedMatmul> ProductsOf(const std::vector<std::vector<int64_t>>& records) {
-  std::vector<QuantizedMatmul> products;
-  for (const auto& record : records) {
-    products.push_back(ProductOf(record));
-    QuantizedMatmul& last = products.back();
-    last.num_weights = last.batch * last.weights_per_element();
-  }
-  return products;
-}
-
-// When one kernel computes the products of a layer between two attentions: out, gate and up, down, query, key, value.
-void BindWalk(nb::module_& module) {
-  using Records = std::vector<std::vector<int64_t>>;
-  module.def(
-      "unsupported_walk",
-      [](const Records& products, int compute_capability, int num_sms) {
-        const Device device = DeviceOf(compute_capability, num_sms, kSm90SharedBytesPerSm);
-        return sm90_stream::SupportsWalk(ProductsOf(products), device).reason;
-      },
-      nb::arg("products"), nb::kw_only(), nb::arg("compute_capability") = 90,
-      nb::arg("num_sms") = 132);
-  module.def(
-      "prefers_walk",
-      [](const Records& products) { return sm90_stream::PrefersWalk(ProductsOf(products)); },
-      nb::arg("products"));
-  module.def(
-      "set_walk",
-      [](const std::string& mode) {
-        constexpr const char* kModes[] = {"auto", "never", "always"};
-        const auto found = std::find(std::begin(kModes), std::end(kModes), mode);
-        if (found == std::end(kModes)) throw std::invalid_argument("no mode " + mode);
-        sm90_stream::SetWalkMode(static_cast<sm90_stream::WalkMode>(found - std::begin(kModes)));
-      },
-      nb::arg("mode"));
-}
-
 void BindLimits(nb::module_& module) {
   nb::list kernels;
   for (const char* name : kKernelNames) kernels.append(name);
@@ -371,7 +334,6 @@ NB_MODULE(_ffi, module) {
   module.def("take_exchange_failure", &jaxlowbit::TakeExchangeFailure,
              nb::call_guard<nb::gil_scoped_release>());
   module.def("execute_count", &jaxlowbit::CudaExecuteCount);
-  module.def("walk_count", &jaxlowbit::CudaWalkCount);
 #endif
   jaxlowbit::BindRecords(module);
   module.def("targets", &jaxlowbit::Targets);
@@ -394,7 +356,6 @@ NB_MODULE(_ffi, module) {
              nb::kw_only(), nb::arg("compute_capability"), nb::arg("num_sms"),
              nb::arg("shared_bytes_per_sm"));
   jaxlowbit::BindLimits(module);
-  jaxlowbit::BindWalk(module);
   module.def("unsupported", &jaxlowbit::Unsupported, nb::arg("product"),
              nb::arg("compute_capability"), nb::arg("kernel") = "");
   module.def(

@@ -14,11 +14,11 @@ void CallKey::Append(const void* data, size_t bytes) {
 }
 
 void CallKey::Read(ffi::RemainingArgs args, ffi::RemainingRets rets, RawAttributes attributes,
-                   int64_t device, int64_t table, int64_t mode) {
+                   int64_t device, int64_t table) {
   const XLA_FFI_Args& raw_args = *RawArgs{args}.args();
   const XLA_FFI_Rets& raw_rets = *RawRets{rets}.rets();
   const XLA_FFI_Attrs& raw = *attributes.attrs;
-  numbers.assign({device, table, mode, raw.size, raw_args.size, raw_rets.size});
+  numbers.assign({device, table, raw.size, raw_args.size, raw_rets.size});
   pointers.clear();
   complete = true;
   for (int64_t i = 0; i < raw.size; ++i) {

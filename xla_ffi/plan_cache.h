@@ -28,9 +28,9 @@ struct CallKey {
   bool complete =
       true;  // false: a value of unknown size is missing, so equal keys may be different calls
 
-  // `device` and `table` number the device and its table of measured choices; `mode`: of the walk.
+  // `device` and `table` number the device and its table of measured choices.
   void Read(ffi::RemainingArgs args, ffi::RemainingRets rets, RawAttributes attributes,
-            int64_t device = 0, int64_t table = 0, int64_t mode = 0);
+            int64_t device = 0, int64_t table = 0);
 
  private:
   void Append(const void* data, size_t bytes);

@@ -12,8 +12,6 @@
 //   driver attend [STRIDE]  checks and times attention; with STRIDE, only checks every STRIDE-th case
 //   driver experts [STRIDE] the same for the kernels around products of experts
 //   driver exchange [GPUS]  checks and times the addition of rows over 2 up to GPUS (all) GPUs
-//   driver walk [options]   checks and times an experiment, all layers of a decoder in one launch; options
-//                           in time_walk.h
 //   driver sweep            checks real layer shapes with every m of the sweep
 //   driver time [options]   checks a sample of the result, then prints microseconds per call with cold
 //                           weights, in a CUDA graph:
@@ -55,7 +53,6 @@
 #include "cuda/check/time_choices.h"
 #include "cuda/check/time_exchange.h"
 #include "cuda/check/time_experts.h"
-#include "cuda/check/time_walk.h"
 #include "cuda/jit/compiler.h"
 #include "cuda/kernels/instance_key.h"
 #include "cuda/kernels/loaded.h"
@@ -613,12 +610,11 @@ TimeOptions Parse(int argc, char** argv) {
 
 int Main(int argc, char** argv) {
   const std::string command = argc > 1 ? argv[1] : "";
-  const char* const commands[] = {"check",  "sweep",   "time",     "choices", "placed",
-                                  "attend", "experts", "exchange", "walk"};
+  const char* const commands[] = {"check",  "sweep",  "time",    "choices",
+                                  "placed", "attend", "experts", "exchange"};
   if (std::find(std::begin(commands), std::end(commands), command) == std::end(commands)) {
     Usage("no command");
   }
-  if (command == "walk") return Walk(argc, argv);
   Check(PrepareKernels(0), "PrepareKernels");
   if (command == "placed") {
     TimePlaced();
