@@ -119,7 +119,7 @@ bool IsGrouped(const Problem& p, const Buffers& b) {
 }
 
 // Combines exact numbers by weights of type W, which are NaN for choices that are not local. `listed`: rows are in the
-// order of choices, and those of choices that are not local are NaN.
+// order of choices; rows of choices that are not local are NaN.
 template <typename W, typename Out>
 bool Combines(const Problem& p, const Buffers& b, ElementType weight_type, ElementType out_type,
               bool listed) {

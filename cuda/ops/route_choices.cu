@@ -41,7 +41,7 @@ struct alignas(kAlignment) Vector {
   W at[kCount];
 };
 
-// Vectors that a thread loads together, and those of a CTA.
+// Vectors that a thread loads together, and that a CTA does.
 template <typename W>
 inline constexpr int kAhead = 64 / Vector<W>::kCount;
 template <typename W>
@@ -164,7 +164,7 @@ __device__ float NumberOf(uint32_t key) {
   return __uint_as_float(key >> 31 ? key ^ 1u << 31 : ~key);
 }
 
-// The keys of the logits of a token in one warp: lane l has those of experts 32 i + l.
+// The keys of the logits of a token in one warp: lane l has experts 32 i + l.
 class Candidates {
  public:
   __device__ Candidates(const uint32_t* keys, int experts) : experts_(experts) {

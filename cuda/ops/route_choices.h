@@ -11,9 +11,9 @@
 
 namespace jaxlowbit {
 
-// logits = x @ router + bias, in float32. A token chooses the `top` largest, the largest first; of equal logits, that of
-// the first expert. NaN counts as the largest. Weights are exp(logit - largest logit), divided by the sum of these over
-// the choices if `normalized`, else over all experts. UnsupportedRoute (limits.h) has no reason against the sizes.
+// logits = x @ router + bias, in float32. A token chooses the `top` largest, the largest first; the first expert wins
+// among equal logits. NaN counts as the largest. Weights are exp(logit - largest logit), divided by the sum of these
+// over the choices if `normalized`, else over all experts. UnsupportedRoute (limits.h) has no reason against the sizes.
 struct RouteChoices {
   ElementType x_type;                  // kBf16 or kF16
   ElementType router_type, bias_type;  // kF32, kBf16 or kF16

@@ -144,7 +144,7 @@ def test_attention_matches_xla(heads, kv_heads, size, dtype):
     ("heads", "kv_heads", "size"), [(8, 8, 64), (64, 8, 64), (9, 3, 128), (16, 1, 256)]
 )
 def test_sinks_match_xla(heads, kv_heads, size, batch, dtype):
-    """One split and several, of which some see no slot."""
+    """One split and several; some see no slot."""
     for seed, (slots, window) in enumerate([(7, None), (256, 1), (1000, None), (4096, 128)]):
         given = problem(batch, heads, kv_heads, size, slots, dtype, seed)
         given = given._replace(sinks=sinks_of(heads, seed))
@@ -214,7 +214,7 @@ def biases_of(operands):
 
 
 def in_bytes(operands, dtype):
-    """The same with a cache of 8 bits."""
+    """The operands with a cache of 8 bits."""
     rows = [rounded_tokens(x, reach_of(x), jnp.dtype(dtype)) for x in operands[5:7]]
     scales = tuple(row.scale[..., 0] for row in rows)
     return operands._replace(keys=rows[0].values, values=rows[1].values, scales=scales)

@@ -117,7 +117,7 @@ def decode(model: Decoder, batch: int, steps: int, expected: dict[str, int]) -> 
 @pytest.mark.parametrize("batch", [1, 3, 16])
 @pytest.mark.parametrize("name", ONE_CALL)
 def test_layers_in_one_call_give_the_bits_of_a_call_each(name, batch, monkeypatch):
-    """The kernels of a layer start while those of the layer before run."""
+    """The kernels of a layer start while the layer before runs."""
     layers = ONE_CALL[name][0].layers
     together = decode(decoder(name), batch, 100, {"decode_blocks": 1, "quantized_moe": 0})
     monkeypatch.setattr(block_steps, "together", lambda *_: 1)

@@ -39,7 +39,7 @@ struct Listed {
   __device__ int LhsRow(int element) const { return params.rows_per_lhs.Divide(element); }
 };
 
-// The expert of a row; negative: not local. Loads the list from L2: this SM may have cached what an earlier list had at
+// The expert of a row; negative: not local. Loads the list from L2, since this SM may have cached an earlier list at
 // this address.
 __device__ inline int ExpertOf(const ListedParams& p, int row) {
   int group;
