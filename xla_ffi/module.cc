@@ -283,7 +283,9 @@ void Define(nb::module_& module, const char* name, Function function) {
                  int memory_gb_per_s, const std::vector<std::vector<int>>& clusters, bool compiles,
                  const std::string& device_name, int64_t workspace_bytes) {
         QuantizedMatmul problem = ProductOf(product);
-        problem.num_weights = problem.batch * problem.weights_per_element();
+        if (!problem.is_ragged()) {
+          problem.num_weights = problem.batch * problem.weights_per_element();
+        }
         problem.pdl = early_start;
         problem.weights_aligned = aligned;
         Device device = DeviceOf(compute_capability, num_sms, shared_bytes_per_sm);

@@ -273,3 +273,14 @@ def test_errors_give_the_reason(problem: dict[str, Any], reason):
     choice = select(**asked)
     assert reason in choice["unsupported"]
     assert "split_k" not in choice
+
+
+def test_the_number_of_experts_decides_a_ragged_choice():
+    """512 rows are 4 of each of 128 experts, or all of one."""
+    problem: dict[str, Any] = {"m": 512, "n": 1536, "k": 2048, "group_size": 128}
+    many, one = (
+        select(num_weights=experts, groups_of_rows=experts, **problem, **H200)
+        for experts in (128, 1)
+    )
+    assert many["kernel"] == "qmm_sm90_stream" and many["block_m"] == 8
+    assert one["kernel"] == "qmm_sm90" and one["block_m"] >= 128
