@@ -1,4 +1,4 @@
-"""Times products and MLPs of mixtures of experts, and XLA's `ragged_dot` of bfloat16 weights.
+"""Times products and MLPs of mixtures of experts, XLA's `ragged_dot`, and humming's products.
 
     python benchmarks/experts.py --out experts.json --markdown experts.md
     python benchmarks/experts.py --products --models qwen3-30b-a3b --tokens 1 16
@@ -13,11 +13,21 @@ operands on the device. Weights rotate over copies, so that no call finds its ex
 - moe: `quantized_moe`, from tokens to the weighted sum; XLA computes the same in bfloat16.
 - moe products: two calls that compute its products of rows that are grouped already, in bfloat16.
   The table shows the difference to moe as "not a product".
+
+The backend `humming` is the package humming-kernels, if it is installed with PyTorch: products
+alone, of the same format (for mxfp4 also of int4-g32), from the same choices of experts, in a CUDA
+graph, the fastest of its forms and schedules (`peers/humming_worker.py`); not in a dry run. Its
+process needs GPU memory beside JAX: set `XLA_PYTHON_CLIENT_PREALLOCATE=false`.
 """
 
 import argparse
 import functools
+import importlib.util
+import json
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,7 +45,8 @@ from jaxlowbit._core import layout
 from jaxlowbit._core.format import parse_format
 
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
-BACKENDS = ("jaxlowbit", "xla")
+BACKENDS = ("jaxlowbit", "xla", "humming")
+MORE_FORMATS = {"mxfp4": ("int4-g32",)}  # of humming, for models of a format
 COLD_BYTES = 200e6  # between two reads of an expert: several times the L2
 READ, MULTIPLY = 3.0e12, 700e12  # bytes and operations of an H100 in a second, for the floor
 PROGRAM_US = 1500  # of the shorter program, unless one call takes longer
@@ -77,7 +88,11 @@ class Cell(NamedTuple):
 
     @property
     def floor_us(self) -> float:
-        return 1e6 * max(self.bytes / READ, self.operations / MULTIPLY)
+        return floor_us(self.bytes, self.operations)
+
+
+def floor_us(bytes: float, operations: float) -> float:
+    return 1e6 * max(bytes / READ, operations / MULTIPLY)
 
 
 # --- operands -------------------------------------------------------------------------------------
@@ -154,13 +169,15 @@ def xla(x: jax.Array, operands: Any) -> jax.Array:
     return jax.lax.ragged_dot(x, *operands)
 
 
+def product_shapes(model: Model) -> tuple[tuple[str, int, int], ...]:
+    """Name, k and n of both products."""
+    return ("gate_up", model.k, 2 * model.hidden), ("down", model.hidden, model.k)
+
+
 def products(model: Model, backend: str) -> Iterator[tuple[str, int, int, list[Any]]]:
     """Name, k, n, and stacks (experts, k, n) of both products."""
     format = parse_format(model.format)
-    for name, k, n in (
-        ("gate_up", model.k, 2 * model.hidden),
-        ("down", model.hidden, model.k),
-    ):
+    for name, k, n in product_shapes(model):
         lead = (model.experts,)
         if backend == "xla":
             yield name, k, n, [random_floats(jax.random.key(0), (*lead, k, n))]
@@ -283,6 +300,80 @@ def check_moe(cell: Cell) -> float:
     return float(jnp.max(jnp.abs(got - want)) / (0.02 * jnp.max(jnp.abs(want))))
 
 
+# --- humming --------------------------------------------------------------------------------------
+
+
+class Humming:
+    """The process that times humming's products, and its successors when a kernel breaks it."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        self._missing = False
+
+    def rows(self, name: str, model: Model, tokens: Sequence[int]) -> Iterator[dict[str, Any]]:
+        """Rows as they are measured; none without the package."""
+        shapes = {part: (k, n) for part, k, n in product_shapes(model)}
+        for text in (model.format, *MORE_FORMATS.get(model.format, ())):
+            asked = [(part, count) for part in shapes for count in tokens]
+            while asked and self._start():
+                for answer in self._answers(model, text, asked):
+                    part, count = asked.pop(0)
+                    k, n = shapes[part]
+                    read = active(model, count) * matrix_bytes(k, n, parse_format(text))
+                    floor = floor_us(read, 2 * count * model.top * k * n)
+                    row = {"shape": name, "backend": "humming", "format": text}
+                    yield row | {"floor_us": floor, "bytes": read} | answer
+
+    def _answers(
+        self, model: Model, format: str, asked: Sequence[tuple[str, int]]
+    ) -> Iterator[dict[str, Any]]:
+        """Answers in order, all unless the process ends; if it ends early the last one says so."""
+        assert self._process and self._process.stdin and self._process.stdout
+        tokens = {part: [count for of, count in asked if of == part] for part, _ in asked}
+        request = {"model": model, "format": format, "tokens": tokens}
+        print(json.dumps(request), file=self._process.stdin, flush=True)
+        for part, count in tuple(asked):
+            line = self._process.stdout.readline()
+            answer = json.loads(line) if line else None
+            usable = answer is not None and answer.pop("usable")
+            if not usable:
+                self.close()
+            reason = "its process ended; see what it printed"
+            yield answer or {"part": part, "tokens": count, "us": None, "error": reason}
+            if not usable:
+                return
+
+    def _start(self) -> bool:
+        """Whether the process runs; prints once why it cannot."""
+        if self._process or self._missing:
+            return not self._missing
+        missing = [name for name in ("torch", "humming") if not importlib.util.find_spec(name)]
+        reason = f"this Python has no package {' and no '.join(missing)}"
+        if not missing:
+            paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+            path = os.pathsep.join(filter(None, paths))
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "peers.humming_worker"],
+                env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            assert self._process.stdout
+            line = self._process.stdout.readline()
+            reason = json.loads(line) if line else "its process ended; see what it printed"
+        if reason:
+            self.close()
+            self._missing = True
+            print(f"humming is not timed: {reason}.")
+        return not self._missing
+
+    def close(self) -> None:
+        if self._process:
+            self._process.communicate()
+            self._process = None
+
+
 # --- the table ------------------------------------------------------------------------------------
 
 
@@ -309,8 +400,13 @@ def timed(cell: Cell, error: float, most_calls: int) -> dict[str, Any]:
 def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Rows as they are measured; a cell that fails has an error instead of a time."""
     models = SMALL if options.dry_run else {name: MODELS[name] for name in options.models}
+    humming = Humming()
     for name, model in models.items():
         for backend in options.backends:
+            if backend == "humming":
+                if options.products and not options.dry_run:
+                    yield from humming.rows(name, model, options.tokens)
+                continue
             format = "bfloat16" if backend == "xla" else model.format
             row = {"shape": name, "backend": backend, "format": format}
             if options.products:
@@ -328,6 +424,7 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     cells = row | {"part": "moe products"}
                     yield from _row_of(options, cells, model, make, check_moe)
                 del make, stacks
+    humming.close()
 
 
 def _row_of(
@@ -352,7 +449,9 @@ def markdown(rows: Sequence[dict[str, Any]], tokens: Sequence[int]) -> str:
     lines.append("|---|---|" + "---|" * len(tokens))
     times = {(r["shape"], r["part"], r["backend"], r["format"], r["tokens"]): r for r in rows}
     named = dict.fromkeys(key[:-1] for key in times)
-    floors = dict.fromkeys((*name[:2], "floor", name[3]) for name in named if name[2] != "xla")
+    floors = dict.fromkeys(
+        (*name[:2], "floor", name[3]) for name in named if name[2] == "jaxlowbit"
+    )
     for name in sorted([*named, *floors], key=lambda name: (*name[:2], name[2] != "jaxlowbit")):
         field = "floor_us" if name[2] == "floor" else "us"
         backend = "jaxlowbit" if name[2] == "floor" else name[2]
@@ -410,7 +509,7 @@ def main(arguments: list[str] | None = None) -> None:
         rows.append(row)
         time = row["error"] if row["us"] is None else f"{row['us']:10.1f} us"
         print(
-            f"{row['shape']:14s} {row['part']:12s} {row['backend']:10s} "
+            f"{row['shape']:14s} {row['part']:12s} {row['backend']:10s} {row['format']:10s} "
             f"{row['tokens']:5d} tokens {time}",
             flush=True,
         )

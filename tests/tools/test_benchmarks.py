@@ -504,3 +504,41 @@ def test_experts(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(experts, "ours", lambda x, operands: 1.1 * jl_ragged_dot(x, *operands))
     experts.main(["--dry-run", "--products", *ours])
     assert "wrong by" in capsys.readouterr().out
+
+
+WORKER = """
+import json, sys
+print(json.dumps(None), flush=True)
+for line in sys.stdin:
+    asked = json.loads(line)["tokens"]
+    for part, tokens in [(part, tokens) for part in asked for tokens in asked[part]]:
+        if tokens == 2:
+            sys.exit("a crash")
+        answer = {"part": part, "tokens": tokens, "us": 5.0, "usable": tokens != 3}
+        print(json.dumps(answer), flush=True)
+        if tokens == 3:
+            sys.exit()
+"""
+
+
+def test_experts_of_a_process(monkeypatch, tmp_path, capsys):
+    """A process that ends costs at most the row that it was asked for."""
+    (tmp_path / "peers").mkdir()
+    (tmp_path / "peers/humming_worker.py").write_text(WORKER)
+    monkeypatch.setattr(experts, "__file__", str(tmp_path / "experts.py"))
+    monkeypatch.setattr(experts.importlib.util, "find_spec", lambda name: name)
+    humming = experts.Humming()
+    model = experts.Model(4, 2, 64, 64, "mxfp4")
+    rows = list(humming.rows("small", model, [1, 2, 3, 4]))
+    humming.close()
+    found = [(row["format"], row["part"], row["tokens"], row["us"]) for row in rows]
+    assert found == [
+        (format, part, tokens, None if tokens == 2 else 5.0)
+        for format in ("mxfp4", "int4-g32")
+        for part in ("gate_up", "down")
+        for tokens in (1, 2, 3, 4)
+    ]
+    monkeypatch.setattr(experts.importlib.util, "find_spec", lambda name: None)
+    assert list(experts.Humming().rows("small", model, [1])) == []
+    said = capsys.readouterr().out
+    assert said == "humming is not timed: this Python has no package torch and no humming.\n"
