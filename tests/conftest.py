@@ -5,6 +5,7 @@ import gc
 import importlib.metadata
 import os
 import resource
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import hypothesis
 import jax
 import pytest
 from jax._src.interpreters import mlir
+from jax._src.lru_cache import LRUCache
 
 # Tests do not depend on the measured choices of this machine.
 os.environ["JAXLOWBIT_TUNED"] = ""
@@ -352,6 +354,32 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(extension, "UNAVAILABLE", {"cpu": None, "cuda": None})
     monkeypatch.setattr(extension, "no_compiler", lambda what: None)
+
+
+# Compiled programs that the processes of pytest-xdist share: a fifth of them would be compiled more
+# than once. Processes that tests start share none.
+PROGRAMS = "JAXLOWBIT_TEST_PROGRAMS"
+
+
+def put(self: LRUCache, key: str, value: bytes) -> None:
+    """`LRUCache.put`, in one step: another process may read the entry."""
+    with tempfile.NamedTemporaryFile(dir=self.path, delete=False) as file:
+        file.write(value)
+    os.replace(file.name, self.path / f"{key}-cache")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("only_jax"):
+        return  # few programs are compiled twice
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        folder = tempfile.TemporaryDirectory(prefix="jaxlowbit-programs-")
+        config.add_cleanup(folder.cleanup)
+        os.environ[PROGRAMS] = folder.name
+    elif jax.config.jax_compilation_cache_dir is None:
+        LRUCache.put = put
+        jax.config.update("jax_compilation_cache_dir", os.environ[PROGRAMS])
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
