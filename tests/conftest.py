@@ -415,12 +415,18 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(10_000, 20, 20)
 
 
+def place(item: pytest.Item) -> tuple[bool, bool]:
+    """Optimized files run together, because a change of `optimization` clears JAX's caches."""
+    file = item.path.stem.removeprefix("test_")
+    return file not in OPTIMIZED, file not in LONGEST
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("only_jax"):
         kept = of_jax(items)
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = kept
-    items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in LONGEST)
+    items.sort(key=place)
     if jax.default_backend() != "gpu":
         for item in items:
             if item.get_closest_marker("gpu"):
