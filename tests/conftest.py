@@ -8,12 +8,17 @@ import resource
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import jax
 import pytest
 from jax._src.interpreters import mlir
-from jax._src.lru_cache import LRUCache
+
+try:
+    from jax._src import lru_cache
+except ImportError:  # not public: other versions of JAX may lack it
+    lru_cache = None
 
 # Tests do not depend on the measured choices of this machine.
 os.environ["JAXLOWBIT_TUNED"] = ""
@@ -359,9 +364,10 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 # Compiled programs that the processes of pytest-xdist share: a fifth of them would be compiled more
 # than once. Processes that tests start share none.
 PROGRAMS = "JAXLOWBIT_TEST_PROGRAMS"
+CACHE: Any = getattr(lru_cache, "LRUCache", None)
 
 
-def put(self: LRUCache, key: str, value: bytes) -> None:
+def put(self: Any, key: str, value: bytes) -> None:
     """`LRUCache.put`, in one step: another process may read the entry."""
     with tempfile.NamedTemporaryFile(dir=self.path, delete=False) as file:
         file.write(value)
@@ -369,14 +375,14 @@ def put(self: LRUCache, key: str, value: bytes) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("only_jax"):
-        return  # few programs are compiled twice
+    if config.getoption("only_jax") or not hasattr(CACHE, "put"):
+        return  # few programs are compiled twice, or `put` would take several steps
     if "PYTEST_XDIST_WORKER" not in os.environ:
         folder = tempfile.TemporaryDirectory(prefix="jaxlowbit-programs-")
         config.add_cleanup(folder.cleanup)
         os.environ[PROGRAMS] = folder.name
     elif jax.config.jax_compilation_cache_dir is None:
-        LRUCache.put = put
+        CACHE.put = put
         jax.config.update("jax_compilation_cache_dir", os.environ[PROGRAMS])
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
