@@ -235,6 +235,31 @@ def quantize(
     )
 
 
+def from_codes(
+    codes: np.ndarray, scale: Any, zero: Any, format: Format, tensor_scale: Any = None
+) -> QuantizedArray:
+    """Packs codes (..., k, n) in NumPy; `QuantizedArray.from_integers` would compile a program.
+
+    Padding repeats the last row and column.
+    """
+    *lead, k, n = codes.shape
+    words, groups = super_blocks.stored_shapes(k, n, format)
+
+    def padded(values: Any, rows: int) -> np.ndarray:
+        more = (0, rows - values.shape[-2]), (0, -n % 64)
+        return np.pad(np.asarray(values), [(0, 0)] * len(lead) + [*more], mode="edge")
+
+    scale, zero = (x if x is None else pack_groups(padded(x, groups[1])) for x in (scale, zero))
+    leaves: dict[str, Any] = {
+        "packed": pack(padded(codes, 64 * words[1]), format.bits),
+        "scale": scale,
+        "zero": zero,
+        "version": np.ones(lead, np.uint32),
+        "tensor_scale": tensor_scale,
+    }
+    return jax.device_put(QuantizedArray(**leaves, index=None, format=format, k=k, n=n))
+
+
 def scaled_matrices(stack: QuantizedArray, factors: Sequence[float]) -> QuantizedArray:
     """Multiplies the tensor scale of each matrix of a stack by a factor."""
     assert stack.tensor_scale is not None
