@@ -16,7 +16,7 @@ from jaxlowbit import linen as jl_linen
 from jaxlowbit import llm, quantizers
 from jaxlowbit import nnx as jl_nnx
 
-QUICK, ALL = 300, 2300
+QUICK, ALL = 300, 1300
 ELSEWHERE = {"from_qarray": "qwix", "tune": "a GPU"}
 """Calls that work only under further conditions."""
 jl: Any = jaxlowbit  # `Any`: the calls below have wrong types
