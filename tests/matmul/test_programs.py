@@ -21,7 +21,7 @@ from programs import KINDS, Call, Loop, Program, View, check, sample
 import jaxlowbit
 
 # HYPOTHESIS_PROFILE=thorough runs 3,000.
-COUNT = 12 if hypothesis.settings().derandomize else 3000
+COUNT = 20 if hypothesis.settings().derandomize else 3000
 
 
 @hypothesis.given(st.builds(sample, st.randoms(use_true_random=False)))
