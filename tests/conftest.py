@@ -5,13 +5,20 @@ import gc
 import importlib.metadata
 import os
 import resource
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import jax
 import pytest
 from jax._src.interpreters import mlir
+
+try:
+    from jax._src import lru_cache
+except ImportError:  # not public: other versions of JAX may lack it
+    lru_cache = None
 
 # Tests do not depend on the measured choices of this machine.
 os.environ["JAXLOWBIT_TUNED"] = ""
@@ -354,6 +361,33 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extension, "no_compiler", lambda what: None)
 
 
+# Compiled programs that the processes of pytest-xdist share: a fifth of them would be compiled more
+# than once. Processes that tests start share none.
+PROGRAMS = "JAXLOWBIT_TEST_PROGRAMS"
+CACHE: Any = getattr(lru_cache, "LRUCache", None)
+
+
+def put(self: Any, key: str, value: bytes) -> None:
+    """`LRUCache.put`, in one step: another process may read the entry."""
+    with tempfile.NamedTemporaryFile(dir=self.path, delete=False) as file:
+        file.write(value)
+    os.replace(file.name, self.path / f"{key}-cache")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("only_jax") or not hasattr(CACHE, "put"):
+        return  # few programs are compiled twice, or `put` would take several steps
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        folder = tempfile.TemporaryDirectory(prefix="jaxlowbit-programs-")
+        config.add_cleanup(folder.cleanup)
+        os.environ[PROGRAMS] = folder.name
+    elif jax.config.jax_compilation_cache_dir is None:
+        CACHE.put = put
+        jax.config.update("jax_compilation_cache_dir", os.environ[PROGRAMS])
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     file = collection_path.stem.removeprefix("test_")
     return True if config.getoption("only_jax") and file in NOT_OF_JAX else None
@@ -387,12 +421,18 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(10_000, 20, 20)
 
 
+def place(item: pytest.Item) -> tuple[bool, bool]:
+    """Optimized files run together, because a change of `optimization` clears JAX's caches."""
+    file = item.path.stem.removeprefix("test_")
+    return file not in OPTIMIZED, file not in LONGEST
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("only_jax"):
         kept = of_jax(items)
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = kept
-    items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in LONGEST)
+    items.sort(key=place)
     if jax.default_backend() != "gpu":
         for item in items:
             if item.get_closest_marker("gpu"):

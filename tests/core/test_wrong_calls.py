@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import pytest
@@ -16,7 +17,7 @@ from jaxlowbit import linen as jl_linen
 from jaxlowbit import llm, quantizers
 from jaxlowbit import nnx as jl_nnx
 
-QUICK, ALL = 300, 2300
+QUICK, ALL = 300, 1300 if hypothesis.settings().derandomize else 2300
 ELSEWHERE = {"from_qarray": "qwix", "tune": "a GPU"}
 """Calls that work only under further conditions."""
 jl: Any = jaxlowbit  # `Any`: the calls below have wrong types

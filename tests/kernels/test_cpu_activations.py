@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import PLATFORM, Oracle, Weight, calls, dequantize
+from helpers import PLATFORM, Oracle, Weight, calls, dequantize, from_codes
 
 from jaxlowbit import (
     DISABLED_EXPORT_CHECKS,
@@ -49,10 +49,7 @@ def weight(bits: int, group_size: int, zero: Zero, k: int = K) -> QuantizedArray
         "float": rng.uniform(-4, 4, (groups, N)).astype(np.float16),
     }
     codes = rng.integers(0, 2**bits, (k, N))
-    values = (codes - 2 ** (bits - 1)).astype(np.int8) if zero == "none" else codes.astype(np.uint8)
-    return QuantizedArray.from_integers(
-        values, scale, zeros[zero], format=Format(bits, group_size, zero)
-    )
+    return from_codes(codes, scale, zeros[zero], Format(bits, group_size, zero))
 
 
 def assert_right(got: Any, lhs: QuantizedActivations, weight: Weight) -> None:

@@ -11,6 +11,7 @@ from helpers import (
     Oracle,
     assert_within,
     dequantize,
+    from_codes,
     matmul,
     pack,
     unpack,
@@ -115,9 +116,7 @@ def test_every_way_of_a_codebook_is_within_its_error_bound(codebook, group_size)
     codes = np.flatnonzero(np.isfinite(format.values)).astype(np.uint8)
     scale = rng.uniform(0.5, 1, (-(-201 // group_size) if group_size > 0 else 1, 70))
     values = codes[rng.integers(0, len(codes), (201, 70))]
-    assert_every_way_is_within_its_bound(
-        QuantizedArray.from_integers(values, scale.astype(np.float16), format=format)
-    )
+    assert_every_way_is_within_its_bound(from_codes(values, scale.astype(np.float16), None, format))
 
 
 # Power-of-two and 8-bit float scales with register lookups, byte lookups and integers.

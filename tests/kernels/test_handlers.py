@@ -204,14 +204,14 @@ import resource
 import jax, numpy as np
 import jax.numpy as jnp
 from jaxlowbit import Format, QuantizedArray, quantized_matmul
-k = 2**21
+k = 2**20
 scale = jnp.ones((1, 64))
 array = QuantizedArray.from_integers(jnp.ones((k, 64), jnp.int8), scale, format=Format(4))
 lhs = jnp.ones((16, k))
 program = jax.jit(quantized_matmul).lower(lhs, array).compile()
 program(lhs, array).block_until_ready()
 pages = int(open("/proc/self/statm").read().split()[0])
-resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + 2**26, -1))
+resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + 2**25, -1))
 try:
     program(lhs, array).block_until_ready()
 except Exception as error:  # of a type that depends on the version of JAX
@@ -229,7 +229,7 @@ def test_no_exception_leaves_a_handler():
         [sys.executable, "-c", OUT_OF_MEMORY], env=environment, capture_output=True, text=True
     )
     assert "quantized_matmul: the handler failed with std::bad_alloc" in done.stdout, done.stderr
-    assert str(float(2**21)) in done.stdout
+    assert str(float(2**20)) in done.stdout
 
 
 def test_versions_are_one_fact():

@@ -1,19 +1,18 @@
 """Lowering and the compiled library agree on the products that the CUDA kernels compute."""
 
-import functools
 import math
 import random
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from helpers import weight_of
 
-from jaxlowbit import Format, QuantizedArray, supported_backends
+from jaxlowbit import Format, supported_backends
 from jaxlowbit._backends import call
 from jaxlowbit._backends.extension import ffi
 from jaxlowbit._backends.problem import Operands, Problem
 from jaxlowbit._backends.target import Target
-from jaxlowbit._core import super_blocks
 from jaxlowbit._core.dtypes import FLOATS
 from jaxlowbit._core.format import SCALES
 from jaxlowbit._matmul import lowering, quantized_lhs
@@ -38,26 +37,6 @@ def random_format(rng: random.Random) -> Format:
             )
         except ValueError:
             pass
-
-
-@functools.cache
-def weight_of(format: Format, k: int, n: int) -> QuantizedArray:
-    """The shapes and dtypes of a weight."""
-    words, groups = super_blocks.stored_shapes(k, n, format)
-    scale_dtype = format.scale_dtype or jnp.dtype("float32")
-    zero_dtype = {"integer": jnp.dtype("uint8"), "float": scale_dtype}.get(format.zero)
-    channels = (n,) if format.scales_channels else ()
-    return QuantizedArray(
-        packed=Shape(words, jnp.uint32),
-        scale=Shape(groups, scale_dtype),
-        zero=None if zero_dtype is None else Shape(groups, zero_dtype),
-        index=None,
-        version=Shape((), jnp.uint32),
-        format=format,
-        k=k,
-        n=n,
-        tensor_scale=Shape(channels, jnp.float32) if format.has_tensor_scale else None,
-    )
 
 
 def chosen(problem: Problem, operands: Operands, target: Target) -> str:

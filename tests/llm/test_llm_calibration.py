@@ -13,10 +13,17 @@ from jaxlowbit import llm
 from jaxlowbit._command import main
 from jaxlowbit._llm import command
 from jaxlowbit.llm import perplexity
-from jaxlowbit.quantizers import Calibration, gptq
+from jaxlowbit.quantizers import Calibration, distill, gptq
 
 TOKENS = np.random.default_rng(0).integers(3, 200, (4, 64))
 RULES = {"embedding|head": None}
+STEPS = 16
+
+
+@pytest.fixture(autouse=True)
+def few_steps(monkeypatch):
+    """The default takes several times as long."""
+    monkeypatch.setattr(distill, "Options", functools.partial(distill.Options, steps=STEPS))
 
 
 @pytest.fixture(scope="module")

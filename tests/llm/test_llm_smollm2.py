@@ -111,7 +111,7 @@ def test_greedy_tokens_match_a_plain_program(kind, i):
         prompt = tokenizer.chat([{"role": "user", "content": QUESTIONS[i]}])
     else:
         prompt = tokenizer.encode(TEXT[5000 * i : 5000 * i + 300])
-    found = margins(model(), prompt, 200 if THOROUGH else 48)
+    found = margins(model(), prompt, 200 if THOROUGH else 32)
     print(f"the least margin is {found.min():.5f}")
     assert found.min() > 0
 
@@ -146,6 +146,7 @@ def test_loading_needs_memory_for_the_weights_and_one_tensor(format):
         "JAX_PLATFORMS": "cpu",  # weights must be in the memory of the process
         # Makes glibc return freed arrays; by default it retains up to 32 MB per arena.
         "MALLOC_MMAP_THRESHOLD_": "131072",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",  # running takes longer than compiling
     }
     printed = subprocess.check_output(command, env=environment, text=True)
     peak, packed, largest = map(int, printed.split())

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -57,10 +58,9 @@ def normal(*shape: int, seed: int = 0, dtype: Any = jnp.float32) -> jax.Array:
     return jnp.asarray(values, dtype)
 
 
-def weights_of(format: Format) -> dict[str, Any]:
-    square = quantize(normal(K, K), format)
+def weights_of(format: Format, quantize: Any = helpers.quantize) -> dict[str, Any]:
     return {
-        "square": square,
+        "square": quantize(normal(K, K), format),
         "gate_up": quantize(normal(2, K, HIDDEN, seed=1), format),
         "down": quantize(normal(HIDDEN, K, seed=2), format),
         "permuted": quantize(
@@ -161,7 +161,7 @@ def test_no_program_changes_the_width_of_elements_by_a_bitcast(name):
     """XLA folds such a bitcast of a transposed constant incorrectly."""
 
     def program(w: jax.Array, x: jax.Array) -> Any:
-        weights = {**weights_of(FORMATS[name]), "square": quantize(w, FORMATS[name])}
+        weights = {**weights_of(FORMATS[name], quantize), "square": quantize(w, FORMATS[name])}
         rounded = quantize_activations(x, jnp.int8)
         return operations(weights, x, None), rounded, weights["square"].dequantize()
 

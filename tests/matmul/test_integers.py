@@ -44,9 +44,12 @@ def definition(x: Any, rhs: QuantizedArray) -> Any:
 ways = pytest.mark.parametrize("multiply", [integer_matmul, definition])
 
 
-@ways
-@formats
-@pytest.mark.parametrize(("m", "k", "n"), [(1, 1, 1), (3, 257, 130)])
+SIZES = (1, 1, 1), (3, 257, 130)
+SUMS = [(integer_matmul, format, *size) for format in FORMATS for size in SIZES]
+SUMS += [(definition, format, *SIZES[i % 2]) for i, format in enumerate(FORMATS)]
+
+
+@pytest.mark.parametrize(("multiply", "format", "m", "k", "n"), SUMS)
 def test_every_sum_is_exact(multiply, format, m, k, n):
     integers, rhs = weights(format, k, n)
     x = values(m, k)

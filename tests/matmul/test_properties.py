@@ -66,7 +66,7 @@ def _tuples(values):
 
 
 # HYPOTHESIS_PROFILE=thorough runs 5,000. Each example compiles a program.
-COUNT = 120 if hypothesis.settings().derandomize else 5000
+COUNT = 80 if hypothesis.settings().derandomize else 5000
 
 
 @hypothesis.given(problems())

@@ -20,6 +20,7 @@ from scipy import special
 import jaxlowbit
 from jaxlowbit import Format, QuantizedArray
 from jaxlowbit._backends.extension import ffi
+from jaxlowbit._core import super_blocks
 
 PLATFORM = {"cpu": "cpu", "gpu": "cuda"}[jax.default_backend()]
 TARGET = "jaxlowbit_sequence"
@@ -36,40 +37,37 @@ interpreted_matmul = jax.jit(
 
 
 @functools.cache
+def weight_of(format: Format, k: int = 1, n: int = 1) -> QuantizedArray:
+    """The shapes and dtypes of a weight."""
+    shape: Any = jax.ShapeDtypeStruct
+    words, groups = super_blocks.stored_shapes(k, n, format)
+    scale_dtype = format.scale_dtype or jnp.dtype("float32")
+    zero_dtype = {"integer": jnp.dtype("uint8"), "float": scale_dtype}.get(format.zero)
+    channels = (n,) if format.scales_channels else ()
+    return QuantizedArray(
+        packed=shape(words, jnp.uint32),
+        scale=shape(groups, scale_dtype),
+        zero=None if zero_dtype is None else shape(groups, zero_dtype),
+        index=None,
+        version=shape((), jnp.uint32),
+        format=format,
+        k=k,
+        n=n,
+        tensor_scale=shape(channels, jnp.float32) if format.has_tensor_scale else None,
+    )
+
+
+@functools.cache
 def reasons(dtype: str, format: Format) -> dict[str, str | None]:
     """The result of `supported_backends` for this kind of product."""
-    rhs = jax.eval_shape(
-        lambda: QuantizedArray.from_packed_groups(
-            jnp.zeros((1, 1), jnp.uint8),
-            jnp.zeros((_scale_rows(format), 1), format.scale_dtype),
-            None
-            if format.zero == "none"
-            else jnp.zeros((_scale_rows(format), 1), _zero_dtype(format)),
-            format=format,
-            tensor_scale=_tensor_scale(format),
-        )
-    )
-    return jaxlowbit.supported_backends(jax.ShapeDtypeStruct((1, 1), jnp.dtype(dtype)), rhs)
+    lhs = jax.ShapeDtypeStruct((1, 1), jnp.dtype(dtype))
+    return jaxlowbit.supported_backends(lhs, weight_of(format))
 
 
 def backends(dtype: str, format: Format) -> list[str]:
     """The backends that compute this kind of product on this machine."""
     compiled = (PLATFORM, "pallas", "xla") if PLATFORM == "cpu" else (PLATFORM, "xla")
     return [name for name in compiled if reasons(dtype, format)[name] is None]
-
-
-def _tensor_scale(format: Format) -> Any:
-    channels = (1,) if format.scales_channels else ()
-    return jnp.zeros(channels) if format.has_tensor_scale else None
-
-
-def _scale_rows(format: Format) -> int:
-    return 256 // format.group_size + 2 if format.scale == "two_level" else 1
-
-
-def _zero_dtype(format: Format) -> Any:
-    bytes_of = format.zero == "integer" or format.scale == "two_level"
-    return jnp.uint8 if bytes_of else jnp.float32
 
 
 # --- the layout -----------------------------------------------------------------------------------
@@ -202,6 +200,7 @@ def quantize(
     elif format.scale == "two_level":
         narrow = two_levels(scale, format.group_size)
         scale = of_two_levels(narrow, format.group_size).astype(np.float32)
+        scale = np.where(scale == 0, np.float32(1), scale)  # any code is 0
     else:
         narrow = scale.astype(dtype)
         scale = narrow.astype(np.float32)
@@ -234,6 +233,31 @@ def quantize(
     return jax.device_put(
         QuantizedArray(**leaves, index=None, format=format, k=k, n=n, shards=shards)
     )
+
+
+def from_codes(
+    codes: np.ndarray, scale: Any, zero: Any, format: Format, tensor_scale: Any = None
+) -> QuantizedArray:
+    """Packs codes (..., k, n) in NumPy; `QuantizedArray.from_integers` would compile a program.
+
+    Padding repeats the last row and column.
+    """
+    *lead, k, n = codes.shape
+    words, groups = super_blocks.stored_shapes(k, n, format)
+
+    def padded(values: Any, rows: int) -> np.ndarray:
+        more = (0, rows - values.shape[-2]), (0, -n % 64)
+        return np.pad(np.asarray(values), [(0, 0)] * len(lead) + [*more], mode="edge")
+
+    scale, zero = (x if x is None else pack_groups(padded(x, groups[1])) for x in (scale, zero))
+    leaves: dict[str, Any] = {
+        "packed": pack(padded(codes, 64 * words[1]), format.bits),
+        "scale": scale,
+        "zero": zero,
+        "version": np.ones(lead, np.uint32),
+        "tensor_scale": tensor_scale,
+    }
+    return jax.device_put(QuantizedArray(**leaves, index=None, format=format, k=k, n=n))
 
 
 def scaled_matrices(stack: QuantizedArray, factors: Sequence[float]) -> QuantizedArray:

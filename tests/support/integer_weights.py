@@ -4,6 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from helpers import from_codes
 
 from jaxlowbit import Format, QuantizedArray
 
@@ -39,10 +40,11 @@ def weights(
             scale[:] = format.max_scale
         integers = values * np.repeat(scale.astype(np.int64), size, -2)[..., :k, :]
         options["tensor_scale"] = rng.uniform(0.5, 2, (*lead, n)).astype(np.float32)
-    own = values.astype(np.int8 if signed else np.uint8)
     zero = None if signed else zero.astype(np.uint8)
-    array = QuantizedArray.from_integers(own, scale, zero, format=format, **options)
-    return integers, array
+    if options.keys() <= {"tensor_scale"}:
+        return integers, from_codes(values - low, scale, zero, format, **options)
+    own = values.astype(np.int8 if signed else np.uint8)
+    return integers, QuantizedArray.from_integers(own, scale, zero, format=format, **options)
 
 
 def values(*shape: int, extreme: int | None = None) -> jnp.ndarray:

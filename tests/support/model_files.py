@@ -341,9 +341,10 @@ def load(path: Any, **options: Any) -> Any:
 def floats(weight: Any) -> np.ndarray:
     """A weight in float32, (out, in) as in files."""
     dense = dequantized(weight, jnp.float32) if isinstance(weight, QuantizedArray) else weight
-    return np.asarray(dense).astype(np.float32).T
+    return np.asarray(dense).astype(np.float32, copy=False).T
 
 
 def same_bits(found: Any, expected: np.ndarray) -> None:
-    found = np.ascontiguousarray(found)
-    np.testing.assert_array_equal(found.view(np.uint32), expected.view(np.uint32))
+    found = np.ascontiguousarray(found).view(np.uint32)
+    if not np.array_equal(found, expected.view(np.uint32)):  # takes a fifth of the time
+        np.testing.assert_array_equal(found, expected.view(np.uint32))

@@ -472,6 +472,8 @@ def test_decode_raises_for_a_wrong_step(quick, monkeypatch):
 
 def test_rounded(quick, monkeypatch, capsys):
     monkeypatch.setattr(timing, "BUSY_WIDTH", 64)
+    monkeypatch.setattr(rounded, "COPIES", 2)
+    monkeypatch.setattr(rounded, "CALLS", 2)
     rounded.main(["--m", "1", "3", "--width", "256", "--format", "int4-g128", "e4m3"])
     lines = capsys.readouterr().out.splitlines()[2:]
     assert [line.split()[:2] for line in lines] == [
