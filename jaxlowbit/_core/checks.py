@@ -194,7 +194,12 @@ def finite(caller: str, name: str, values: Array, reason: str) -> None:
     if isinstance(values, Tracer):
         return
     with jax.ensure_compile_time_eval():  # they may be constants of a traced function
-        finite = np.asarray(jnp.isfinite(values))
+        finite = jnp.isfinite(values)
+        if not finite.is_fully_addressable:  # NumPy cannot read parts on other processes
+            if not finite.all():
+                raise ValueError(f"{caller}: {name} has values that are NaN or infinite; {reason}.")
+            return
+        finite = np.asarray(finite)
     if finite.all():
         return
     bad = np.argwhere(~finite)

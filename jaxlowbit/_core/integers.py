@@ -279,7 +279,14 @@ def _check_rounding(name: str, floats: Array, half: Array) -> None:
     if isinstance(floats, Tracer):
         return
     with jax.ensure_compile_time_eval():
-        lost = np.asarray((half == 0) & (floats != 0))
+        lost = (half == 0) & (floats != 0)
+        if not lost.is_fully_addressable:  # NumPy cannot read parts on other processes
+            if lost.any():
+                raise ValueError(
+                    f"from_integers: {name} has values that float16 rounds to 0; use wider scales."
+                )
+            return
+        lost = np.asarray(lost)
         if not lost.any():
             return
         first = tuple(map(int, np.argwhere(lost)[0]))

@@ -187,17 +187,17 @@ def check_scale(array: QuantizedArray, weight: Array) -> None:
         return  # its values are multiples of the smallest scale
     least = scales.least(scale_dtype)
     least_ones, others = (xp.sum(x, axis=(-3, -2, -1)) for x in (scale == least, scale > least))
-    lost = np.asarray(least_ones > others)
+    lost = xp.asarray(least_ones > others)
     if lost.any() and array.tensor_scale is not None:
         raise ValueError(
-            f"quantize: the largest weight, {_largest(weight[lost]):g}, is so far from the others "
+            f"quantize: the largest weight, {_largest(weight, lost):g}, is so far from the others "
             f"that most of its groups need scales below {least:g}, the minimum of {scale_dtype}, "
             "with its tensor scale; use a format of more range, such as 'mxfp4', or clip it."
         )
     if array.tensor_scale is not None:
         scale_dtype = jnp.dtype("float32")
         least = scales.least(scale_dtype)
-        lost = np.asarray(array.tensor_scale == least)
+        lost = xp.asarray(array.tensor_scale == least)
         if array.format.scales_channels:
             lost = lost.mean(-1) > 0.5
     if lost.any():
@@ -205,7 +205,7 @@ def check_scale(array: QuantizedArray, weight: Array) -> None:
         if scale_dtype == jnp.float16:
             way = _wider(array.format, way)
         raise ValueError(
-            f"quantize: weights up to {_largest(weight[lost]):g} need scales below {least:g}, the "
+            f"quantize: weights up to {_largest(weight, lost):g} need scales below {least:g}, the "
             f"minimum of {scale_dtype}, in most groups of a matrix; {way}."
         )
 
@@ -217,5 +217,7 @@ def _wider(format: Format, otherwise: str) -> str:
     return f"use scale_dtype=jnp.float32, or {otherwise}"
 
 
-def _largest(weight: Array) -> float:
-    return float(jnp.abs(weight).max())
+def _largest(weight: Array, chosen: Any = None) -> float:
+    """The largest magnitude, of the chosen matrices if this process has them."""
+    own = weight[chosen] if chosen is not None and weight.is_fully_addressable else weight
+    return float(jnp.abs(own).max())
