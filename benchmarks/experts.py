@@ -14,10 +14,11 @@ operands on the device. Weights rotate over copies, so that no call finds its ex
 - moe products: two calls that compute its products of rows that are grouped already, in bfloat16.
   The table shows the difference to moe as "not a product".
 
-The backend `humming` is the package humming-kernels, if it is installed with PyTorch: products
-alone, of the same format (for mxfp4 also of int4-g32), from the same choices of experts, in a CUDA
-graph, the fastest of its forms and schedules (`peers/humming_worker.py`); not in a dry run. Its
-process needs GPU memory beside JAX: set `XLA_PYTHON_CLIENT_PREALLOCATE=false`.
+The backend `humming` times the products of the package humming-kernels, if that and PyTorch are
+installed (`peers/humming_worker.py`). Formats and choices of experts are the same; models in mxfp4
+are timed in int4-g32 too. The time is that of its fastest form and schedule, in a CUDA graph. It
+runs in another process: set `XLA_PYTHON_CLIENT_PREALLOCATE=false` to leave it GPU memory. A dry run
+skips it.
 """
 
 import argparse

@@ -201,7 +201,7 @@ def make_work(
 
 
 def routing(candidate: Candidate, chosen: np.ndarray) -> dict[str, Any]:
-    """The arguments that describe which rows belong to which expert."""
+    """The arguments that assign rows to experts."""
     torch = import_module("torch")
     count = candidate.config.num_experts
     sizes = np.bincount(chosen, minlength=count)
@@ -242,7 +242,7 @@ def candidates(configs: list[Any], rows: int) -> list[Candidate]:
 
 
 def compile_all(wanted: list[Candidate]) -> Kernels:
-    """Kernels by key, without those that do not compile."""
+    """Kernels by key. Candidates that fail to compile are left out."""
     torch = import_module("torch")
     prepare = import_module("humming.kernel.humming").HummingKernel.prepare_kernels
 
@@ -398,7 +398,7 @@ def main() -> None:
     def say(answer: Any) -> None:
         print(json.dumps(answer), file=out, flush=True)
 
-    os.environ.setdefault("HUMMING_DISABLE_PARALLEL_BUILD", "1")  # of what the wheel contains
+    os.environ.setdefault("HUMMING_DISABLE_PARALLEL_BUILD", "1")  # of the kernels in the wheel
     reason = peers.missing(humming.PEER)
     say(reason)
     if reason:

@@ -194,20 +194,24 @@ def finite(caller: str, name: str, values: Array, reason: str) -> None:
     if isinstance(values, Tracer):
         return
     with jax.ensure_compile_time_eval():  # they may be constants of a traced function
-        finite = jnp.isfinite(values)
-        if not finite.is_fully_addressable:  # NumPy cannot read parts on other processes
-            if not finite.all():
-                raise ValueError(f"{caller}: {name} has values that are NaN or infinite; {reason}.")
-            return
-        finite = np.asarray(finite)
-    if finite.all():
-        return
-    bad = np.argwhere(~finite)
-    first = tuple(map(int, bad[0]))
-    raise ValueError(
-        f"{caller}: {name} has {len(bad)} values that are NaN or infinite, the first at {first} "
-        f"({values[first]}); {reason}."
-    )
+        count, first = false_elements(jnp.isfinite(values))
+    if count > 0:
+        where = "" if first is None else f", the first at {first} ({values[first]})"
+        raise ValueError(
+            f"{caller}: {name} has {count} values that are NaN or infinite{where}; {reason}."
+        )
+
+
+def false_elements(mask: Array) -> tuple[int, tuple[int, ...] | None]:
+    """The number of false elements of a concrete array, and the position of the first one: None if
+    there is none, or if other processes have parts of the array, which NumPy cannot read."""
+    if not mask.is_fully_addressable:
+        return int((~mask).sum()), None
+    found = np.asarray(mask)
+    if found.all():
+        return 0, None
+    positions = np.argwhere(~found)
+    return len(positions), tuple(map(int, positions[0]))
 
 
 @contextlib.contextmanager

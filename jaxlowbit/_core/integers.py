@@ -279,22 +279,13 @@ def _check_rounding(name: str, floats: Array, half: Array) -> None:
     if isinstance(floats, Tracer):
         return
     with jax.ensure_compile_time_eval():
-        lost = (half == 0) & (floats != 0)
-        if not lost.is_fully_addressable:  # NumPy cannot read parts on other processes
-            if lost.any():
-                raise ValueError(
-                    f"from_integers: {name} has values that float16 rounds to 0; use wider scales."
-                )
-            return
-        lost = np.asarray(lost)
-        if not lost.any():
-            return
-        first = tuple(map(int, np.argwhere(lost)[0]))
-        value = float(floats[first])
-    raise ValueError(
-        f"from_integers: {name} has {int(lost.sum())} values that float16 rounds to 0, the first "
-        f"at {first} ({value:.3g}); use wider scales."
-    )
+        count, first = checks.false_elements((half != 0) | (floats == 0))
+        where = "" if first is None else f", the first at {first} ({float(floats[first]):.3g})"
+    if count > 0:
+        raise ValueError(
+            f"from_integers: {name} has {count} values that float16 rounds to 0{where}; use wider "
+            "scales."
+        )
 
 
 def _tensor_scale(given: Any, lead: tuple[int, ...], n: int, format: Format) -> Array | None:

@@ -142,7 +142,7 @@ def test_an_outlier_beyond_the_scales_of_others_raises():
 def array_of(
     codes: np.ndarray, scale: np.ndarray, format: Format, tensor_scale: Any = None
 ) -> QuantizedArray:
-    """Also with NaN scales, for which `from_integers` raises."""
+    """Packs codes. Unlike `from_integers`, it accepts NaN scales."""
     stored = codes if format.codebook is not None else codes.astype(np.int32) + 2**format.bits // 2
     return from_codes(stored, scale.view(format.scale_dtype), None, format, tensor_scale)
 

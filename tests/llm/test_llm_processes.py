@@ -76,7 +76,7 @@ def operands():
 
 @pytest.fixture(scope="module")
 def found(model, operands, tmp_path_factory):
-    """What each process printed."""
+    """The results that each process printed."""
     folder, address = tmp_path_factory.mktemp("processes"), f"localhost:{free_port()}"
     for name, values in zip(("weight", "x"), operands, strict=True):
         np.save(folder / f"{name}.npy", values)
@@ -117,5 +117,7 @@ def test_tokens_of_one_process(found, model, name, options):
 
 
 def test_errors_are_sentences(found):
-    assert found[0]["infinity"].startswith("quantize: weight has values that are NaN or infinite;")
+    assert found[0]["infinity"].startswith(
+        "quantize: weight has 1 values that are NaN or infinite;"
+    )
     assert found[0]["save"].startswith("save: embedding has parts on devices of other processes;")
