@@ -159,8 +159,8 @@ def stream(
 ) -> Generator[Any, None, Generation]:
     """Generates like `generate` after one prompt, and yields the text as it is generated.
 
-    Tokens come in groups that grow from 1, on a GPU from 8, to 32. Text that may become a stop
-    string, and incomplete characters, are delayed. Closing the iterator ends the generation.
+    Tokens come in groups that grow from 1 to 32, on a GPU in groups of 8. Text that may become a
+    stop string, and incomplete characters, are delayed. Closing the iterator ends the generation.
 
     **Returns:** a generator of strings, or of lists of tokens without a tokenizer. It returns the
     `Generation` (`result = yield from stream(...)`).

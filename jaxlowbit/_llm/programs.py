@@ -1,12 +1,14 @@
 """Programs that read prompts and sample tokens, and the host loop that calls them.
 
 A prompt is written to the cache in chunks. Then one program samples several tokens in a loop on the
-device, and the host gets them together. The number of cache slots and the size of a chunk are
-powers of two, so other prompts and further tokens do not recompile.
+device, and the host gets them together. On a GPU the host starts a program before it gets the
+tokens of the one before, so that the GPU never waits for the host. The number of cache slots and
+the size of a chunk are powers of two, so other prompts and further tokens do not recompile.
 """
 
 import functools
 import time
+from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -25,7 +27,7 @@ from .schema import Masks
 LARGEST_CHUNK = 512  # maximum tokens of a prompt per call
 SMALLEST_CHUNK = 16
 _TOKENS = 32  # maximum sampled tokens per call
-_GPU_STRIDE = 8  # tokens sampled before the host reads the state; divides _TOKENS
+_GPU_TOKENS = 8  # sampled tokens per call on a GPU
 _PATIENCE = 0.1  # seconds; with `growing`, a call that takes longer stops the growth
 
 _EOS, _LENGTH = -1, -2
@@ -127,8 +129,9 @@ def run(
     The batch contains `n` sequences of each prompt, one after the other. A sequence ends by
     `config.eos` (unless `endless`), by `max_new_tokens`, or at the end of the context; the loop
     ends with the last one. With `kept`, for one prompt, only the tokens after its prefix are read.
-    With `masks`, groups are one token. With `growing`, the first group is one token, on a GPU 8,
-    and groups double while they take less than 0.1 s.
+
+    On a GPU groups are 8 tokens, elsewhere 32; with `masks`, one token. With `growing`, the first
+    group elsewhere is one token, and groups double while they take less than 0.1 s.
     """
     division = model.decoder.division
     if division is not None:
@@ -144,33 +147,44 @@ def run(
     ends = Ends(
         jnp.asarray(() if endless else config.eos, jnp.int32), jnp.asarray(positions, jnp.int32)
     )
-    stride = 1 if masks is not None else _stride(model)
-    draw = functools.partial(decode, *nnx.split(model.decoder))
-    key, size = random_key(seed), stride
-    count = 0  # sampling nothing compiles the loop, so that a caller can start measuring after that
-    while True:
+    fixed = None if masks is not None else _fixed_tokens(model)
+    size = fixed or (1 if growing or masks is not None else _TOKENS)
+    weights, key = nnx.split(model.decoder), random_key(seed)
+
+    def arguments(count: int) -> tuple[Any, ...]:
+        return *weights, state, np.int32(count), ends, key, sampling, logprobs, fixed
+
+    # A caller can start measuring after this: the prompts are read, and the loop is compiled.
+    decode.lower(*arguments(size)).compile()
+    jax.block_until_ready(state)
+    yield Drawn(np.zeros((len(positions), 0), np.int32))
+    started: deque[tuple[int, Drawn]] = deque()
+    while left > 0 or started:
         began = time.perf_counter()
-        if masks is not None and count > 0:
-            state = state._replace(logits=masks.apply(state.logits))
-        steps = -(-count // stride) * stride
-        drawn, state = draw(state, np.int32(steps), ends, key, sampling, logprobs, stride)
+        while left > 0 and len(started) <= (fixed is not None):
+            count = min(left, size)
+            if masks is not None:
+                state = state._replace(logits=masks.apply(state.logits))
+            drawn, state = decode(*arguments(count))
+            if n == 1:
+                kept.cache = state.cache
+            started.append((count, drawn))
+            left -= count
+        count, drawn = started.popleft()
         drawn = Drawn(*(None if x is None else np.asarray(x)[:, :count] for x in drawn))
         if division is not None:
             division.check_devices(caller)
         if n == 1:
-            kept.cache = state.cache
             tokens = [token for token in drawn.tokens[0].tolist() if token >= 0]
             # Steps after the last token may have overwritten the last slot.
-            kept.tokens = (kept.tokens + tokens)[: kept.slots - (steps > count)]
-        if masks is not None and count > 0:
+            kept.tokens = (kept.tokens + tokens)[: kept.slots - (fixed is not None)]
+        if masks is not None:
             masks.add(drawn.tokens[:, 0])
-        if count > 0 and time.perf_counter() - began < _PATIENCE:
+        elif fixed is None and time.perf_counter() - began < _PATIENCE:
             size = min(2 * size, _TOKENS)
         yield drawn
-        left -= count
-        if left == 0 or (count > 0 and (drawn.tokens[:, -1] < 0).all()):
+        if (drawn.tokens[:, -1] < 0).all():
             return
-        count = min(left, 1 if masks is not None else size if growing else _TOKENS)
 
 
 def _room(
@@ -202,11 +216,11 @@ def _room(
     return start, slots
 
 
-def _stride(model: LanguageModel) -> int:
-    """The number of tokens that are drawn before the host reads the state."""
+def _fixed_tokens(model: LanguageModel) -> int | None:
+    """The number of tokens that a program samples wherever it runs ahead of the host; else None."""
     division = model.decoder.division
     platform = jax.default_backend() if division is None else division.platform
-    return _GPU_STRIDE if platform == "gpu" else 1
+    return _GPU_TOKENS if platform == "gpu" else None
 
 
 def _read(
@@ -306,13 +320,14 @@ def decode(
     key: Array,
     sampling: Sampling,
     logprobs: int | None = None,
-    stride: int = 1,
+    fixed: int | None = None,
 ) -> tuple[Drawn, State]:
-    """Samples `count` tokens, up to 32 and a multiple of `stride`, with the `logprobs` top tokens
-    for each.
+    """Samples `count` tokens, up to 32, or fewer if all sequences end, with the `logprobs` top
+    tokens for each.
 
-    The loop checks every `stride` steps whether all sequences have ended: on a GPU the host waits
-    for this check. Steps after the end may overwrite the last slot of the cache.
+    With `fixed`, the program always samples this number of tokens: on a GPU the host would wait for
+    the check whether sequences have ended, and could not start the next program meanwhile. Steps
+    after the end may overwrite the last slot of the cache.
     """
     decoder = nnx.merge(graph, weights)
     batch = state.positions.shape[0]
@@ -347,18 +362,19 @@ def decode(
         state = State(cache, decoder.divided_logits(x[:, 0]), positions + 1, done, counts)
         return i + 1, drawn, state
 
-    tokens = jnp.full((batch, _TOKENS), _EOS, jnp.int32)
+    size = _TOKENS if fixed is None else fixed
+    tokens = jnp.full((batch, size), _EOS, jnp.int32)
     drawn = Drawn(tokens)
     if logprobs is not None:
-        top = batch, _TOKENS, logprobs
-        numbers = jnp.zeros((batch, _TOKENS), jnp.float32), jnp.zeros(top, jnp.float32)
+        top = batch, size, logprobs
+        numbers = jnp.zeros((batch, size), jnp.float32), jnp.zeros(top, jnp.float32)
         drawn = Drawn(tokens, numbers[0], jnp.zeros(top, jnp.int32), numbers[1])
 
-    def steps(loop: tuple[Array, Drawn, State]) -> tuple[Array, Drawn, State]:
-        return lax.fori_loop(0, stride, lambda _, loop: step(loop), loop)
-
-    body = step if stride == 1 else steps
-    _, drawn, state = lax.while_loop(unfinished, body, (jnp.int32(0), drawn, state))
+    loop = jnp.int32(0), drawn, state
+    if fixed is None:
+        _, drawn, state = lax.while_loop(unfinished, step, loop)
+    else:
+        _, drawn, state = lax.fori_loop(0, fixed, lambda _, loop: step(loop), loop)
     return drawn, state
 
 

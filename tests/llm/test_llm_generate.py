@@ -100,10 +100,13 @@ def test_steps_without_the_host_give_the_same_tokens(monkeypatch):
     eos = generate(model(), PROMPT, max_new_tokens=40).tokens[11]
     one = model(eos=(eos,))
     want = generate(one, [PROMPT, LONG], max_new_tokens=45)
-    monkeypatch.setattr(loop, "_stride", lambda model: 8)
+    monkeypatch.setattr(loop, "_fixed_tokens", lambda model: 8)
     found = generate(one, [PROMPT, LONG], max_new_tokens=45)
     assert [x[:4] for x in found] == [x[:4] for x in want]
     assert want[0].finish == "eos" and len(want[1].tokens) == 45
+    without = LanguageModel(one.decoder)
+    groups = list(stream(without, PROMPT, max_new_tokens=21))
+    assert [len(group) for group in groups] == [8, 3]  # the first sequence's end
 
 
 def test_draws_match_the_seed():

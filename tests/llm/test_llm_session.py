@@ -72,7 +72,7 @@ def test_the_cache_grows_and_fills_the_context(read):
 
 
 def test_steps_after_the_last_slot_leave_a_session_usable(monkeypatch):
-    monkeypatch.setattr(programs, "_stride", lambda model: 8)
+    monkeypatch.setattr(programs, "_fixed_tokens", lambda model: 8)
     one = model(context=512)
     session = Session(one)
     found = session.generate(LONG, max_new_tokens=256 - len(LONG))  # all 256 slots
@@ -96,8 +96,10 @@ def test_longer_conversations_have_the_long_factors(read):
         history += found.tokens + LONG
 
 
+@pytest.mark.parametrize("fixed", [None, 8])  # 8 as on a GPU, where a program has run ahead
 @pytest.mark.parametrize("end", ["close", "throw", "replace", "stop", "never"])
-def test_a_stream_may_end_early(end, read):
+def test_a_stream_may_end_early(end, fixed, read, monkeypatch):
+    monkeypatch.setattr(programs, "_fixed_tokens", lambda model: fixed)
     one = model()
     session = Session(one)
     pieces = session.stream(PROMPT, max_new_tokens=40)
@@ -130,6 +132,7 @@ def test_an_interrupted_program_leaves_the_session_usable(monkeypatch):
             jax.block_until_ready(program(*arguments))
             raise KeyboardInterrupt
 
+        interrupted.lower = program.lower
         with monkeypatch.context() as patch:
             patch.setattr(programs, name, interrupted)
             with pytest.raises(KeyboardInterrupt):
