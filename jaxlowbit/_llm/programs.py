@@ -9,7 +9,7 @@ the size of a chunk are powers of two, so other prompts and further tokens do no
 import functools
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -58,15 +58,13 @@ class Ends(NamedTuple):
 
 
 class State(NamedTuple):
-    """Input and output of a call of `decode`.
+    """Input and output of a call of `decode`, besides the logits of the next token.
 
-    `logits` (batch, vocabulary) predict the next token (`Decoder.divided_logits`), `positions`
-    (batch,) are its positions, `done` (batch,) marks sequences that have ended, and `counts` is for
-    penalties.
+    `positions` (batch,) are those of the next token, `done` (batch,) marks sequences that have
+    ended, and `counts` is for penalties.
     """
 
     cache: Cache
-    logits: Array
     positions: Array
     done: Array
     counts: Counts | None = None
@@ -142,49 +140,76 @@ def run(
     left = max(limits)
     start, slots = _room(model, prompts, kept, left, n, caller)
     logits = _read(model, prompts, kept, start, slots)
-    state = _state(model, prompts, kept, logits, sampling, n)
+    logits, state = _state(model, prompts, kept, logits, sampling, n)
     positions = np.repeat(np.add(limits, [len(prompt) for prompt in prompts]), n)
     ends = Ends(
         jnp.asarray(() if endless else config.eos, jnp.int32), jnp.asarray(positions, jnp.int32)
     )
     fixed = None if masks is not None else _fixed_tokens(model)
     size = fixed or (1 if growing or masks is not None else _TOKENS)
-    weights, key = nnx.split(model.decoder), random_key(seed)
-
-    def arguments(count: int) -> tuple[Any, ...]:
-        return *weights, state, np.int32(count), ends, key, sampling, logprobs, fixed
-
-    # A caller can start measuring after this: the prompts are read, and the loop is compiled.
-    decode.lower(*arguments(size)).compile()
-    jax.block_until_ready(state)
+    options = ends, random_key(seed), sampling, logprobs, fixed
+    draw = functools.partial(decode, *nnx.split(model.decoder))
+    calls = _Calls(draw, options, logits, state, kept if n == 1 else None, masks)
+    # A caller can start measuring when the prompts are read: the loop is compiled, and a GPU has
+    # its first call.
+    left -= calls.start(0 if fixed is None else min(left, fixed))
+    jax.block_until_ready(logits)
+    if fixed is None:
+        calls.take()
     yield Drawn(np.zeros((len(positions), 0), np.int32))
-    started: deque[tuple[int, Drawn]] = deque()
-    while left > 0 or started:
+    while left > 0 or calls.started:
         began = time.perf_counter()
-        while left > 0 and len(started) <= (fixed is not None):
-            count = min(left, size)
-            if masks is not None:
-                state = state._replace(logits=masks.apply(state.logits))
-            drawn, state = decode(*arguments(count))
-            if n == 1:
-                kept.cache = state.cache
-            started.append((count, drawn))
-            left -= count
-        count, drawn = started.popleft()
-        drawn = Drawn(*(None if x is None else np.asarray(x)[:, :count] for x in drawn))
+        while left > 0 and len(calls.started) <= (fixed is not None):
+            left -= calls.start(min(left, size))
+        drawn = calls.take()
         if division is not None:
             division.check_devices(caller)
         if n == 1:
             tokens = [token for token in drawn.tokens[0].tolist() if token >= 0]
             # Steps after the last token may have overwritten the last slot.
             kept.tokens = (kept.tokens + tokens)[: kept.slots - (fixed is not None)]
-        if masks is not None:
-            masks.add(drawn.tokens[:, 0])
-        elif fixed is None and time.perf_counter() - began < _PATIENCE:
+        if masks is None and fixed is None and time.perf_counter() - began < _PATIENCE:
             size = min(2 * size, _TOKENS)
         yield drawn
         if (drawn.tokens[:, -1] < 0).all():
             return
+
+
+class _Calls:
+    """Calls of `decode` in order: one may start before the tokens of the one before are taken."""
+
+    def __init__(
+        self,
+        draw: Callable[..., tuple[Drawn, Array, State]],
+        options: tuple[Any, ...],
+        logits: Array,
+        state: State,
+        kept: Kept | None,
+        masks: Masks | None,
+    ) -> None:
+        self.draw, self.options, self.logits, self.state = draw, options, logits, state
+        self.kept, self.masks = kept, masks
+        self.started: deque[tuple[int, Drawn]] = deque()
+
+    def start(self, count: int) -> int:
+        """Starts to sample `count` tokens."""
+        if self.masks is not None and count > 0:
+            self.logits = self.masks.apply(self.logits)
+        drawn, self.logits, self.state = self.draw(
+            self.logits, self.state, np.int32(count), *self.options
+        )
+        if self.kept is not None:
+            self.kept.cache = self.state.cache
+        self.started.append((count, drawn))
+        return count
+
+    def take(self) -> Drawn:
+        """Waits for the tokens of the oldest call."""
+        count, drawn = self.started.popleft()
+        drawn = Drawn(*(None if x is None else np.asarray(x)[:, :count] for x in drawn))
+        if self.masks is not None and count > 0:
+            self.masks.add(drawn.tokens[:, 0])
+        return drawn
 
 
 def _room(
@@ -267,16 +292,15 @@ def _state(
     logits: Array,
     sampling: Sampling,
     n: int,
-) -> State:
-    """The state before the first token of `n` sequences of each prompt."""
+) -> tuple[Array, State]:
+    """The logits and the state before the first token of `n` sequences of each prompt."""
     rows = [prompt for prompt in prompts for _ in range(n)]
     cache: Any = kept.cache
     if n > 1:
         cache, logits = repeated(cache, logits, n)
     # On the devices that `decode` leaves them on, so that the first call needs no other program.
-    return State(
+    return logits, State(
         cache,
-        logits,
         *model.decoder.replicate(
             (
                 jnp.asarray([len(prompt) for prompt in rows], jnp.int32),
@@ -310,10 +334,11 @@ def prefill(
     return decoder.divided_logits(last), cache._replace(used=cache.used - tokens.shape[1] + count)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 7, 8), donate_argnums=2)
+@functools.partial(jax.jit, static_argnums=(0, 8, 9), donate_argnums=3)
 def decode(
     graph: Any,
     weights: Any,
+    logits: Array,
     state: State,
     count: Array,
     ends: Ends,
@@ -321,9 +346,10 @@ def decode(
     sampling: Sampling,
     logprobs: int | None = None,
     fixed: int | None = None,
-) -> tuple[Drawn, State]:
+) -> tuple[Drawn, Array, State]:
     """Samples `count` tokens, up to 32, or fewer if all sequences end, with the `logprobs` top
-    tokens for each.
+    tokens for each. `logits` (batch, vocabulary) predict the next token
+    (`Decoder.divided_logits`).
 
     With `fixed`, the program always samples this number of tokens: on a GPU the host would wait for
     the check whether sequences have ended, and could not start the next program meanwhile. Steps
@@ -334,12 +360,12 @@ def decode(
     rows = jnp.arange(batch, dtype=jnp.int32)
     keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(rows)
 
-    def unfinished(loop: tuple[Array, Drawn, State]) -> Array:
-        i, _, state = loop
+    def unfinished(loop: tuple[Array, Drawn, Array, State]) -> Array:
+        i, _, _, state = loop
         return (i < count) & ~state.done.all()
 
-    def step(loop: tuple[Array, Drawn, State]) -> tuple[Array, Drawn, State]:
-        i, drawn, (cache, logits, positions, done, counts) = loop
+    def step(loop: tuple[Array, Drawn, Array, State]) -> tuple[Array, Drawn, Array, State]:
+        i, drawn, logits, (cache, positions, done, counts) = loop
         if counts is None and sampling.temperature is None and logprobs is None:
             token = checked(*decoder.largest(logits))  # several devices send no logits
             new = Drawn(token)
@@ -359,8 +385,8 @@ def decode(
         placed = jnp.where(done, -1, positions)
         x, cache = decoder.forward(jnp.maximum(token, 0)[:, None], placed[:, None], cache)
         counts = None if counts is None else counts.add(token)
-        state = State(cache, decoder.divided_logits(x[:, 0]), positions + 1, done, counts)
-        return i + 1, drawn, state
+        state = State(cache, positions + 1, done, counts)
+        return i + 1, drawn, decoder.divided_logits(x[:, 0]), state
 
     size = _TOKENS if fixed is None else fixed
     tokens = jnp.full((batch, size), _EOS, jnp.int32)
@@ -370,12 +396,12 @@ def decode(
         numbers = jnp.zeros((batch, size), jnp.float32), jnp.zeros(top, jnp.float32)
         drawn = Drawn(tokens, numbers[0], jnp.zeros(top, jnp.int32), numbers[1])
 
-    loop = jnp.int32(0), drawn, state
+    loop = jnp.int32(0), drawn, logits, state
     if fixed is None:
-        _, drawn, state = lax.while_loop(unfinished, step, loop)
+        _, drawn, logits, state = lax.while_loop(unfinished, step, loop)
     else:
-        _, drawn, state = lax.fori_loop(0, fixed, lambda _, loop: step(loop), loop)
-    return drawn, state
+        _, drawn, logits, state = lax.fori_loop(0, fixed, lambda _, loop: step(loop), loop)
+    return drawn, logits, state
 
 
 def _logprobs(logits: Array, token: Array, count: int | None) -> tuple[Array, ...]:

@@ -160,10 +160,10 @@ def traced(decoder):
     graph, state = nnx.split(decoder)
     cache = make_cache(decoder.config, 2, 256, decoder.dtype)
     zeros = jnp.zeros(2, jnp.int32)
-    start = loop.State(cache, jnp.zeros((2, LLAMA.vocabulary)), zeros, zeros == 1)
+    logits, start = jnp.zeros((2, LLAMA.vocabulary)), loop.State(cache, zeros, zeros == 1)
     ends, key = loop.Ends(jnp.zeros(0, jnp.int32), zeros + 256), jax.random.key(0)
     return loop.decode.trace(
-        graph, state, start, np.int32(8), ends, key, Sampling(), None, 8
+        graph, state, logits, start, np.int32(8), ends, key, Sampling(), None, 8
     ), start
 
 

@@ -132,7 +132,6 @@ def test_an_interrupted_program_leaves_the_session_usable(monkeypatch):
             jax.block_until_ready(program(*arguments))
             raise KeyboardInterrupt
 
-        interrupted.lower = program.lower
         with monkeypatch.context() as patch:
             patch.setattr(programs, name, interrupted)
             with pytest.raises(KeyboardInterrupt):

@@ -197,9 +197,9 @@ def traced(decoder: Decoder) -> tuple[Any, loop.State]:
     graph, state = nnx.split(decoder)
     numbers = jnp.zeros(2, jnp.int32), jnp.zeros(2, bool)
     logits = decoder.divided_logits(jnp.zeros((2, 64)))
-    start = loop.State(decoder.make_cache(2, 256), logits, *decoder.replicate(numbers))
+    start = loop.State(decoder.make_cache(2, 256), *decoder.replicate(numbers))
     ends, key = loop.Ends(jnp.zeros(0, jnp.int32), numbers[0]), jax.random.key(0)
-    return loop.decode.trace(graph, state, start, np.int32(3), ends, key, Sampling()), start
+    return loop.decode.trace(graph, state, logits, start, np.int32(3), ends, key, Sampling()), start
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])

@@ -103,9 +103,9 @@ def test_a_step_sends_sums_and_the_largest_logits_only(batch, in_calls, mesh):
     graph, state = nnx.split(decoder)
     numbers = jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool)
     logits = decoder.divided_logits(jnp.zeros((batch, 512), jnp.bfloat16))
-    start = loop.State(decoder.make_cache(batch, 256), logits, *decoder.replicate(numbers))
+    start = loop.State(decoder.make_cache(batch, 256), *decoder.replicate(numbers))
     ends, key = loop.Ends(jnp.zeros(0, jnp.int32), numbers[0]), jax.random.key(0)
-    program = loop.decode.trace(graph, state, start, np.int32(3), ends, key, Sampling())
+    program = loop.decode.trace(graph, state, logits, start, np.int32(3), ends, key, Sampling())
     text = program.lower().compile().as_text() or ""
     kinds = "all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all"
     sent = collections.Counter(re.findall(rf"= .*? ({kinds})(?:-start)?\(", text))
