@@ -156,27 +156,21 @@ std::vector<RaggedChoice> RaggedStreamChoices(const QuantizedMatmul& problem,
   return found;
 }
 
-// Choices of qmm_sm90_stream for rows with CTAs of their own, preferred ones first: CTAs that read about kPreferredKilobytes, since larger
-// ones leave more multiprocessors idle at the end, and smaller ones start and end more often.
+// Choices of qmm_sm90_stream for rows with CTAs of their own. Preferred ones first: CTAs that read more, since each CTA
+// first finds its expert.
 std::vector<RaggedChoice> ListedChoices(const QuantizedMatmul& problem, const Device& device) {
-  constexpr double kPreferredKilobytes = 128;
-  const double per_slice = static_cast<double>(problem.k_blocks() * kAtom * problem.bits) / 8 *
-                           sm90_stream::kSliceRows / 1000;
-  const auto distance = [&](const Choice& choice) {
-    return std::abs(std::log(per_slice * choice.slices / choice.split_k / kPreferredKilobytes));
-  };
   const QuantizedMatmul blocks = BlocksOf(problem, 1);
   if (!Supports(Kernel::kQmmSm90Stream, blocks, device)) return {};
   std::vector<RaggedChoice> found;
   std::vector<Choice> choices = sm90_stream::Choices(blocks);
-  std::stable_sort(choices.begin(), choices.end(), [&](const Choice& left, const Choice& right) {
-    return distance(left) < distance(right);
+  std::stable_sort(choices.begin(), choices.end(), [](const Choice& left, const Choice& right) {
+    return left.slices * right.split_k > right.slices * left.split_k;
   });
   for (Choice& choice : choices) {
     if (!sm90_stream::SupportsChoice(choice, blocks, device, 0)) continue;
-    const double cost = sm90_stream::ListedCost(blocks, device, choice);
+    const double cost = Cost(blocks, device, choice);
     choice.block_m = 1;
-    found.push_back({choice, cost / RelativeClock(device)});
+    found.push_back({choice, cost});
   }
   return found;
 }
@@ -382,8 +376,7 @@ std::vector<RaggedChoice> RaggedChoices(const QuantizedMatmul& problem, const De
 
 bool PrefersList(const std::vector<QuantizedMatmul>& products, const Device& device) {
   constexpr int64_t kMaxListed = 64;
-  constexpr double kSaved =
-      6;  // microseconds of a kernel that groups rows, or that persistent CTAs lose
+  constexpr double kSaved = 6;  // microseconds that grouping the rows, or persistent CTAs, take
   double read_again = 0;
   for (QuantizedMatmul listed : products) {
     if (listed.m < 1 || listed.m > kMaxListed) return false;

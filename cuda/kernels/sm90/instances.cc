@@ -15,8 +15,7 @@ int TileOf(const InstanceKey& key) { return key.variant % kRaggedVariants; }
 bool IsPrebuilt(const InstanceKey& key) {
   const bool is_common =
       key.bits == 4 && key.lhs == ElementType::kBf16 && key.zero == ZeroKind::kNone;
-  if (!IsPrebuiltFormat(key) || key.variant >= kNumTiles) return false;
-  return key.variant < kPrebuiltTiles || (is_common && kTiles[key.variant].supports_16bit_lhs());
+  return IsPrebuiltFormat(key) && key.variant < (is_common ? kFloatTiles : kPrebuiltTiles);
 }
 
 InstanceKey KeyOf(const QuantizedMatmul& problem, int tile) {
@@ -43,9 +42,7 @@ std::string NameOf(const InstanceKey& key) {
 std::vector<InstanceKey> InstancesOf(int bits) {
   std::vector<InstanceKey> keys;
   ForEachFormat(Family::kSm90, bits, [&](InstanceKey key) {
-    for (key.variant = 0; key.variant < kNumTiles; ++key.variant) {
-      if (kTiles[key.variant].supports_16bit_lhs()) keys.push_back(key);
-    }
+    for (key.variant = 0; key.variant < kFloatTiles; ++key.variant) keys.push_back(key);
   });
   ForEachByteFormat(bits, [&](InstanceKey key) {
     for (key.variant = 0; key.variant < kNumTiles; ++key.variant) {

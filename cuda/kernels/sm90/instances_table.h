@@ -14,15 +14,8 @@ namespace jaxlowbit::sm90 {
 
 template <typename T, ZeroKind kZero, int kBits, int... kNumbers>
 KernelFunction FindTile(int tile, std::integer_sequence<int, kNumbers...>) {
-  KernelFunction found = nullptr;
-  const auto visit = [&](auto number) {
-    constexpr int kNumber = decltype(number)::value;
-    if constexpr (kTiles[kNumber].supports_16bit_lhs()) {
-      if (tile == kNumber) found = QmmSm90Kernel<Instance<T, T, kZero, kBits, kNumber>>;
-    }
-  };
-  (visit(std::integral_constant<int, kNumbers>{}), ...);
-  return found;
+  const KernelFunction kernels[] = {QmmSm90Kernel<Instance<T, T, kZero, kBits, kNumbers>>...};
+  return kernels[tile];
 }
 
 // For a prebuilt instance (IsPrebuilt in instances.h). `zeros`: with zero points.
@@ -30,7 +23,8 @@ template <typename T, int kBits>
 KernelFunction FindKernel(bool zeros, int tile) {
   constexpr bool kIsCommon = kBits == 4 && std::is_same_v<T, __nv_bfloat16>;
   constexpr auto kBuilt = std::make_integer_sequence<int, kPrebuiltTiles>{};
-  constexpr auto kPlain = std::make_integer_sequence<int, kIsCommon ? kNumTiles : kPrebuiltTiles>{};
+  constexpr auto kPlain =
+      std::make_integer_sequence<int, kIsCommon ? kFloatTiles : kPrebuiltTiles>{};
   return zeros ? FindTile<T, ZeroKind::kInteger, kBits>(tile, kBuilt)
                : FindTile<T, ZeroKind::kNone, kBits>(tile, kPlain);
 }

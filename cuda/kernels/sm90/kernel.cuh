@@ -59,10 +59,8 @@ __device__ void InitBarriers(const Plan& plan, int peer_shift, Memory memory) {
     for (int i = 0; i < kResultBuffers * I::kTile.warpgroups; ++i) {
       InitBarrier(memory.residual_full(0, i), 1);
     }
-    for (int pair = 0; pair < kMaxWarpgroups / 2; ++pair) {
-      InitBarrier(memory.up_empty(pair), 4 * kWarpArrivals);
-      if (kForSanitizer) InitBarrier(memory.exchange(pair), 256);
-    }
+    InitBarrier(memory.up_empty(), 4 * kWarpArrivals);
+    if (kForSanitizer) InitBarrier(memory.exchange(), 256);
   }
   PublishBarriers();
 }

@@ -179,12 +179,12 @@ struct Memory {
   __device__ uint32_t residual_full(int warpgroup, int buffer) const {
     return base + (2 * kMaxStages + warpgroup * kResultBuffers + buffer) * kBarrierBytes;
   }
-  // Of a pair of warpgroups, the first one has read the second's accumulators.
-  __device__ uint32_t up_empty(int pair) const {
-    return base + (2 * kMaxStages + kMaxWarpgroups * kResultBuffers + pair) * kBarrierBytes;
+  // The first warpgroup has read the second's accumulators.
+  __device__ uint32_t up_empty() const {
+    return base + (2 * kMaxStages + kMaxWarpgroups * kResultBuffers) * kBarrierBytes;
   }
-  // Both warpgroups of a pair have arrived (TileStorer::SynchronizeWarpgroups).
-  __device__ uint32_t exchange(int pair) const { return up_empty(kMaxWarpgroups / 2 + pair); }
+  // Both warpgroups of a gated tile have arrived (TileStorer::SynchronizeWarpgroups).
+  __device__ uint32_t exchange() const { return up_empty() + kBarrierBytes; }
   __device__ uint32_t results() const { return base + kTmaAlignment; }
   __device__ uint32_t stage(const Plan& plan, int slot) const {
     return base + plan.ring + slot * plan.slot_bytes;

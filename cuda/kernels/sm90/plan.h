@@ -28,8 +28,8 @@ struct TileShape {
   constexpr int cta_strips() const { return strips * warpgroups; }
   // Large tiles with two atoms per stage leave little shared memory for results.
   constexpr bool has_large_stages() const { return stage_atoms == 2 && m > 160; }
-  // Strips of the gate and of up alternate. With one strip per warpgroup, each of a pair of warpgroups finishes half of
-  // the rows and exchanges the other accumulators through shared memory, next to the stages. 224 rows do not fit; 256 rows
+  // Strips of the gate and of up alternate. With one strip per warpgroup, each of two warpgroups finishes half of the
+  // rows and exchanges the other accumulators through shared memory, next to the stages. 224 rows do not fit; 256 rows
   // with two atoms per stage are only for an 8-bit lhs.
   constexpr bool supports_gated() const {
     const bool fits = m <= 192 || m == 256 || !has_large_stages();
@@ -44,8 +44,6 @@ struct TileShape {
     const int max_rows = warpgroups == 1 ? 128 : zeros ? with_zeros : without;
     return stage_atoms == 2 && warpgroups <= 2 && m * strips <= max_rows;
   }
-  // Whether the tile supports a 16-bit lhs: registers of the largest one fit only sums of 8-bit products.
-  constexpr bool supports_16bit_lhs() const { return m < 256 || stage_atoms == 1; }
   constexpr int threads() const { return 128 * (warpgroups + 1); }
 };
 
@@ -53,13 +51,14 @@ inline constexpr TileShape kTiles[] = {
     {256, 1, 2, 1, 1}, {128, 1, 2, 1, 2}, {64, 1, 1, 2, 2},  {64, 2, 1, 2, 2},  {32, 2, 1, 2, 2},
     {128, 1, 3, 1, 2}, {128, 1, 1, 1, 2}, {48, 2, 1, 2, 2},  {80, 1, 2, 1, 2},  {96, 1, 2, 1, 2},
     {96, 1, 1, 2, 2},  {112, 1, 2, 1, 2}, {144, 1, 2, 1, 2}, {160, 1, 2, 1, 2}, {192, 1, 2, 1, 2},
-    {224, 1, 2, 1, 2}, {80, 2, 2, 1, 2},  {160, 1, 1, 1, 2}, {256, 1, 2, 1, 2}, {32, 1, 4, 1, 2},
-    {48, 1, 4, 1, 2},  {64, 1, 4, 1, 2},  {32, 1, 3, 1, 2},  {64, 1, 3, 1, 2}};
-// All instances of the first kPrebuiltTiles tiles are prebuilt, and those of the most common format of all tiles for a
-// 16-bit lhs. The others are JIT-compiled (instances.h).
+    {224, 1, 2, 1, 2}, {80, 2, 2, 1, 2},  {160, 1, 1, 1, 2}, {256, 1, 2, 1, 2}};
+// All instances of the first kPrebuiltTiles tiles are prebuilt. The others, intermediate sizes, are prebuilt only for
+// the most common format and JIT-compiled for the rest (instances.h).
 inline constexpr int kPrebuiltTiles = 7;
+// The first kFloatTiles tiles support a 16-bit lhs too, the others only an 8-bit lhs.
+inline constexpr int kFloatTiles = 18;
 inline constexpr int kNumTiles = static_cast<int>(std::size(kTiles));
-inline constexpr int kMaxWarpgroups = 4;
+inline constexpr int kMaxWarpgroups = 3;
 inline constexpr int kMinTileM = 32;
 // Maximum rows of tiles that load the scales of microscaling formats once per stage. Larger tiles lack the registers.
 inline constexpr int kMaxMicroscaledRows = 160;
@@ -85,10 +84,7 @@ constexpr int LargestStoreRows(int rows, int max_rows) {
 
 // Rows that a warpgroup stores at a time. Fewer rows leave more shared memory for stages.
 constexpr int StoreRows(const TileShape& tile) {
-  const int most = tile.warpgroups > 3                              ? 16
-                   : tile.warpgroups > 2 || tile.has_large_stages() ? 32
-                                                                    : 64;
-  return LargestStoreRows(tile.m, most);
+  return LargestStoreRows(tile.m, tile.warpgroups > 2 || tile.has_large_stages() ? 32 : 64);
 }
 
 // The rows per store if each of two warpgroups finishes half of the rows of a gated tile.

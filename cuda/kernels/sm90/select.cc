@@ -103,18 +103,15 @@ Support SupportsChoice(const Choice& choice, const QuantizedMatmul& problem, con
   if (choice.tile < 0 || choice.tile >= kNumTiles) return {"tile is none of its tiles"};
   const TileShape& tile = kTiles[choice.tile];
   if (choice.block_m != tile.m) return {"block_m is not its tile's"};
-  if (!Is8Bit(problem.lhs) && !tile.supports_16bit_lhs()) {
+  if (!Is8Bit(problem.lhs) && choice.tile >= kFloatTiles) {
     return {"its tile is for an lhs of 8 bits"};
   }
   if (Is8Bit(problem.lhs) &&
       !tile.supports_8bit_lhs(HasSingleAccumulator(problem), problem.zero != ZeroKind::kNone)) {
     return {"its tile has no room for group sums, or for zeros"};
   }
-  // Do not JIT-compile for small m. Instances of ragged products are always JIT-compiled.
-  if (problem.m <= kMinTileM && problem.groups_of_rows == 0 &&
-      !IsPrebuilt(KeyOf(problem, choice.tile)) && choice.tile >= kPrebuiltTiles) {
-    return {"its tile is for more rows"};
-  }
+  // Do not JIT-compile for small m.
+  if (choice.tile >= kPrebuiltTiles && problem.m <= kMinTileM) return {"its tile is for more rows"};
   if (std::find(std::begin(kPeers), std::end(kPeers), choice.peers) == std::end(kPeers)) {
     return {"its clusters have 1 or 2 CTAs"};
   }

@@ -113,13 +113,8 @@ class TileStorer {
   static constexpr int kStoreTiles = kHalves / 2;  // of a strip
   static constexpr int kGatedRows = GatedStoreRows(I::kTile);
   static constexpr int kUnroll = kHalfBlocks % 2 == 0 ? 2 : 1;  // blocks per epilogue iteration
-
-  // In a gated product two neighbouring warpgroups are a pair. The named barrier of both: up is in the buffers, or
-  // accumulators are exchanged.
-  __device__ static int OwnPair() {
-    return I::kTile.warpgroups > 2 ? static_cast<int>(threadIdx.x) / 256 : 0;
-  }
-  __device__ static int OfPair() { return 1 + I::kTile.warpgroups + OwnPair(); }
+  // Named barriers of both warpgroups: up is in the buffers; exchange of accumulators.
+  static constexpr int kUpReady = 3, kExchange = 3;
 
   __device__ bool Gated() const { return kSupportsGated && p_.epilogue.gated; }
   __device__ auto Schedule() const {
@@ -232,13 +227,13 @@ class TileStorer {
     acc[2] = __uint_as_float(four.z), acc[3] = __uint_as_float(four.w);
   }
 
-  // Synchronizes both warpgroups of a pair. synccheck does not support a named barrier reached from different code paths.
+  // Synchronizes both warpgroups. synccheck does not support a named barrier reached from different code paths.
   __device__ void SynchronizeWarpgroups() {
     if constexpr (kForSanitizer) {
-      Arrive(memory_.exchange(OwnPair()));
-      Wait(memory_.exchange(OwnPair()), exchanges_++ % 2);
+      Arrive(memory_.exchange());
+      Wait(memory_.exchange(), exchanges_++ % 2);
     } else {
-      Synchronize(OfPair(), 256);
+      Synchronize(kExchange, 256);
     }
   }
 
@@ -247,10 +242,10 @@ class TileStorer {
 #pragma unroll 1
     for (int half = 0; half < kHalves; ++half) {
       const int buffer = half % kStoreBuffers;
-      if (buffer == 0 && sent_ > 0) Wait(memory_.up_empty(OwnPair()), (sent_ - 1) % 2);
-      StoreAccumulators(half, Buffer(2 * OwnPair() + 1, buffer), acc);
+      if (buffer == 0 && sent_ > 0) Wait(memory_.up_empty(), (sent_ - 1) % 2);
+      StoreAccumulators(half, Buffer(1, buffer), acc);
       if (buffer == kStoreBuffers - 1 || half == kHalves - 1) {
-        ArriveForOthers(OfPair(), 256);
+        ArriveForOthers(kUpReady, 256);
         ++sent_;
       }
     }
@@ -262,7 +257,7 @@ class TileStorer {
     const int warpgroup = threadIdx.x / 128;
     if (Strip(tile, 0) >= p_.n_blocks) return;
     const bool up_is_remote = kUpIsRemote && Gated();  // the other warpgroup has up
-    if (up_is_remote && warpgroup % 2 == 1) {
+    if (up_is_remote && warpgroup == 1) {
       SendUp(acc);
       return;
     }
@@ -273,10 +268,10 @@ class TileStorer {
       if (strip >= p_.n_blocks) break;
       const uint32_t first = Buffer(warpgroup, kResultBuffers);
       const uint32_t second =
-          up_is_remote ? Buffer(warpgroup + 1, in_strip % kStoreBuffers) : first + kBufferBytes;
+          up_is_remote ? Buffer(1, in_strip % kStoreBuffers) : first + kBufferBytes;
       StoreAccumulators(half, first, acc);
       if (!kUpIsRemote && Gated()) StoreAccumulators(half + kHalves, second, acc);
-      if (up_is_remote && in_strip % kStoreBuffers == 0) Synchronize(OfPair(), 256);
+      if (up_is_remote && in_strip % kStoreBuffers == 0) Synchronize(kUpReady, 256);
       const int row = in_strip % 2 * kHalfRows;  // in the store tile
       if (p_.aligned && row == 0) {
         if (threadIdx.x % 128 == 0) WaitStoresRead<kResultBuffers - 1>();
@@ -309,7 +304,7 @@ class TileStorer {
       }
       if (up_is_remote &&
           (in_strip % kStoreBuffers == kStoreBuffers - 1 || in_strip == kHalves - 1)) {
-        ArriveAsWarp(memory_.up_empty(OwnPair()), threadIdx.x % 32);
+        ArriveAsWarp(memory_.up_empty(), threadIdx.x % 32);
       }
       if (p_.aligned && row > 0) {
         EndStoreTile(strip, tile.m0 + in_strip * kHalfRows - row, tile.batch,
@@ -419,7 +414,7 @@ class TileStorer {
     if (Strip(tile, 0) >= p_.n_blocks) return;
     if constexpr (!kUpIsRemote) {
       StoreGatedByTma(tile, acc);
-    } else if (threadIdx.x / 128 % 2 == 0) {
+    } else if (threadIdx.x < 128) {
       ExchangeAndStore<0>(tile, acc);
     } else {
       ExchangeAndStore<1>(tile, acc);
@@ -451,8 +446,7 @@ class TileStorer {
     constexpr float kOnes[] = {1, 1};
     if (threadIdx.x % 128 == 0) WaitStoresRead<0>();
     SynchronizeWarpgroups();  // the stores of both have read the buffers
-    const int warpgroup = 2 * OwnPair() + kWarpgroup;
-    const uint32_t given = Buffer(warpgroup, 0), up_empty = Buffer(warpgroup ^ 1, 0);
+    const uint32_t given = Buffer(kWarpgroup, 0), up_empty = Buffer(1 - kWarpgroup, 0);
 #pragma unroll
     for (int block = 0; block < kBlocks / 2; ++block) {
       float values[4];
@@ -475,7 +469,7 @@ class TileStorer {
         others[block * 4 + 2] = __uint_as_float(four.z);
         others[block * 4 + 3] = __uint_as_float(four.w);
       }
-      Synchronize(1 + warpgroup, 128);
+      Synchronize(1 + kWarpgroup, 128);
 #pragma unroll
       for (int m0 = 0; m0 < kStoreTileRows; m0 += 16) {
         const float* own = acc[0] + (kOwn * 8 + store_tile * kStoreTileRows + m0) / 2;
