@@ -127,50 +127,39 @@ Support SupportsRagged(const QuantizedMatmul& problem, const Device& device) {
   return Supports(Kernel::kQmmSm80, blocks, device);
 }
 
-// Choices of qmm_sm90_stream, preferred ones first: the smallest blocks, in tiles of 4 slices, or of 8 if each CTA has
-// several of them.
-std::vector<RaggedChoice> RaggedStreamChoices(const QuantizedMatmul& problem,
-                                              const Device& device) {
-  constexpr int kManyTiles = 4;  // of a CTA
-  std::vector<RaggedChoice> found;
-  for (int block_m : kStreamBlocks) {
-    const QuantizedMatmul blocks = BlocksOf(problem, block_m);
-    if (!Supports(Kernel::kQmmSm90Stream, blocks, device)) continue;
-    const int64_t tiles = blocks.batch * blocks.strips() / 2;  // of 8 slices, two strips
-    const bool has_many =
-        tiles >= int64_t{kManyTiles} * sm90_stream::kMaxCtasPerSm * device.num_sms;
-    const int preferred = has_many ? 8 : 4;
-    std::vector<Choice> choices = sm90_stream::Choices(blocks);
-    std::stable_sort(choices.begin(), choices.end(), [&](const Choice& left, const Choice& right) {
-      return std::abs(left.slices - preferred) < std::abs(right.slices - preferred);
-    });
-    for (Choice& choice : choices) {
-      // One tile at a time, with work for all warps.
-      if (sm90_stream::kMaxTileSlices % choice.slices != 0) continue;
-      if (!sm90_stream::SupportsChoice(choice, blocks, device, 0)) continue;
-      const double cost = sm90_stream::RaggedCost(blocks, device, choice);
-      choice.block_m = block_m;
-      found.push_back({choice, cost / RelativeClock(device)});
-    }
-  }
-  return found;
-}
-
-// Choices of qmm_sm90_stream for rows with CTAs of their own. Preferred ones first: CTAs that read more, since each CTA
-// first finds its expert.
-std::vector<RaggedChoice> ListedChoices(const QuantizedMatmul& problem, const Device& device) {
-  const QuantizedMatmul blocks = BlocksOf(problem, 1);
+// Choices of qmm_sm90_stream with blocks of so many rows, preferred ones first: clusters whose CTAs read more, since
+// each tile starts by finding its expert.
+std::vector<RaggedChoice> StreamChoicesOf(const QuantizedMatmul& problem, const Device& device,
+                                          int block_m) {
+  const QuantizedMatmul blocks = BlocksOf(problem, block_m);
   if (!Supports(Kernel::kQmmSm90Stream, blocks, device)) return {};
-  std::vector<RaggedChoice> found;
   std::vector<Choice> choices = sm90_stream::Choices(blocks);
   std::stable_sort(choices.begin(), choices.end(), [](const Choice& left, const Choice& right) {
     return left.slices * right.split_k > right.slices * left.split_k;
   });
+  std::vector<RaggedChoice> found;
   for (Choice& choice : choices) {
+    // Persistent CTAs multiply one tile at a time, with work for all warps.
+    if (block_m > 1 && sm90_stream::kMaxTileSlices % choice.slices != 0) continue;
     if (!sm90_stream::SupportsChoice(choice, blocks, device, 0)) continue;
     const double cost = Cost(blocks, device, choice);
-    choice.block_m = 1;
+    choice.block_m = block_m;
     found.push_back({choice, cost});
+  }
+  return found;
+}
+
+std::vector<RaggedChoice> ListedChoices(const QuantizedMatmul& problem, const Device& device) {
+  return StreamChoicesOf(problem, device, 1);
+}
+
+// The smallest blocks first.
+std::vector<RaggedChoice> RaggedStreamChoices(const QuantizedMatmul& problem,
+                                              const Device& device) {
+  std::vector<RaggedChoice> found;
+  for (int block_m : kStreamBlocks) {
+    const std::vector<RaggedChoice> choices = StreamChoicesOf(problem, device, block_m);
+    found.insert(found.end(), choices.begin(), choices.end());
   }
   return found;
 }
