@@ -201,6 +201,7 @@ struct Bounded {
 __device__ Bounded Sum(const QuantizedMatmul& p, const Buffers& b, const float* numbers,
                        int half_steps, int64_t row, int64_t column, int64_t position) {
   const int64_t lhs_columns = p.transposed ? p.n : p.k;
+  const int64_t lhs_row = p.listed_per_row > 0 ? row / p.listed_per_row : row;
   const int64_t weight =
       WeightNumber(b.index == nullptr ? position : b.index[position], p.num_weights);
   const int64_t n_blocks = (p.n + 63) / 64, k_blocks = (p.k + 63) / 64;
@@ -225,7 +226,7 @@ __device__ Bounded Sum(const QuantizedMatmul& p, const Buffers& b, const float* 
       at = j / part * part + min(max(int64_t{b.permutation[j]}, int64_t{0}), part - 1);
     }
     if (Is8Bit(p.lhs)) at = j / 16 * 16 + j % 8 * 2 + j / 8 % 2;  // interleaved (problem.h)
-    const double x = Load(b.lhs, p.lhs, row * lhs_columns + at);
+    const double x = Load(b.lhs, p.lhs, lhs_row * lhs_columns + at);
     const double term = w * x;
     lhs_sum += fabs(x);
     sum += term;
@@ -395,12 +396,13 @@ int64_t WeightBytes(const QuantizedMatmul& problem) {
 }
 
 DeviceProblem::DeviceProblem(const QuantizedMatmul& problem, const Optional& optional, int copies,
-                             uint64_t seed)
+                             uint64_t seed, const RowGroups& groups)
     : problem_(problem),
       optional_(optional),
+      groups_(groups),
       codebook_(NumbersOf(problem)),
       numbers_(static_cast<int64_t>(codebook_.size() * sizeof(float))),
-      lhs_(problem.batch * problem.m * problem.lhs_columns() * SizeOf(problem.lhs)),
+      lhs_(LhsExtent(problem, Buffers{}).bytes),
       lhs_scale_(Is8Bit(problem.lhs) ? problem.batch * problem.m * 4 : 0),
       packed_(copies * AllPackedBytes(problem)),
       scale_(copies * Groups(problem) * problem.scale_bytes()),
@@ -417,7 +419,7 @@ DeviceProblem::DeviceProblem(const QuantizedMatmul& problem, const Optional& opt
       scale_stride_(scale_.bytes() / copies),
       zero_stride_(zero_.bytes() / copies) {
   const ElementType none = ElementType::kF32;
-  Random(lhs_, Fill::kNormal, problem.lhs, problem.batch * problem.m * problem.lhs_columns(), seed);
+  Random(lhs_, Fill::kNormal, problem.lhs, lhs_.bytes() / SizeOf(problem.lhs), seed);
   Random(lhs_scale_, Fill::kScale, none, lhs_scale_.bytes() / 4, seed + 8);
   Random(unit_, Fill::kScale, none, unit_.bytes() / 4, seed + 9);
   Check(cudaMemcpy(numbers_.data(), codebook_.data(), numbers_.bytes(), cudaMemcpyHostToDevice),
@@ -460,6 +462,7 @@ Buffers DeviceProblem::buffers(int copy) const {
   buffers.zero = problem_.zero == ZeroKind::kNone ? nullptr : at(zero_, zero_stride_);
   buffers.codebook = codebook_.empty() ? nullptr : codebook_.data();
   buffers.index = optional_.index ? static_cast<const int32_t*>(index_.data()) : nullptr;
+  buffers.group_sizes = groups_.numbers;
   buffers.bias = optional_.bias ? bias_.data() : nullptr;
   buffers.residual = optional_.residual ? residual_.data() : nullptr;
   if (problem_.permuted_parts > 0) {
@@ -486,8 +489,14 @@ double DeviceProblem::ErrorOverBound(int copy, int64_t max_samples) const {
   Check(cudaMemset(worst.data(), 0, 8), "cudaMemset");
   const int half_steps =
       problem_.may_accumulate_float16() ? sm80::BlockK(problem_.bits) / sm80::kMinGroupSize : 0;
+  QuantizedMatmul problem = problem_;
+  Buffers operands = buffers(copy);
+  if (problem.is_ragged()) {  // as a batch of rows with a weight each
+    problem.batch = problem.m, problem.m = 1;
+    operands.index = groups_.weights;
+  }
   CompareKernel<<<CeilDiv(CeilDiv(outputs, step), kThreads), kThreads>>>(
-      problem_, buffers(copy), static_cast<const float*>(numbers_.data()), step, half_steps,
+      problem, operands, static_cast<const float*>(numbers_.data()), step, half_steps,
       static_cast<unsigned long long*>(worst.data()));
   Check(cudaGetLastError(), "CompareKernel");
   double ratio = 0;
@@ -531,7 +540,8 @@ std::string Describe(const QuantizedMatmul& p, const Optional& optional) {
               ? ""
               : std::string(" ") + kCodebookNames[static_cast<int>(p.codebook)]) +
          (p.batch > 1 ? " batch " + std::to_string(p.batch) : "") +
-         (p.epilogue.gated ? " gated" : "") +
+         (p.is_ragged() ? " of " + std::to_string(p.experts()) + " experts" : "") +
+         (p.listed_per_row > 0 ? " listed" : "") + (p.epilogue.gated ? " gated" : "") +
          (p.epilogue.activation == Activation::kNone
               ? ""
               : " activation " + std::to_string(static_cast<int>(p.epilogue.activation))) +

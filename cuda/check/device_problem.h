@@ -44,11 +44,18 @@ struct Optional {
 // Number of units per weight: 1 with e4m3 scales, one per channel with int8 scales, padded to strips with an 8-bit lhs.
 int64_t UnitsOf(const QuantizedMatmul& problem);
 
-// Random operands for `problem`, with `copies` sets of weights, so that a timing can keep them out of L2.
+// The groups of the rows of a ragged problem, on the device: what the kernels read (Buffers::group_sizes), and for the
+// reference the weight of each row, or the two if gated.
+struct RowGroups {
+  const int32_t *numbers = nullptr, *weights = nullptr;
+};
+
+// Random operands for `problem`, with `copies` sets of weights, so that a timing can keep them out of L2. A ragged
+// problem has no bias.
 class DeviceProblem {
  public:
-  DeviceProblem(const QuantizedMatmul& problem, const Optional& optional, int copies,
-                uint64_t seed);
+  DeviceProblem(const QuantizedMatmul& problem, const Optional& optional, int copies, uint64_t seed,
+                const RowGroups& groups = {});
 
   // The buffers of one call that uses weight set `copy`.
   Buffers buffers(int copy) const;
@@ -66,6 +73,7 @@ class DeviceProblem {
  private:
   QuantizedMatmul problem_;
   Optional optional_;
+  RowGroups groups_;
   std::vector<float> codebook_;  // its numbers; empty for integers
   DeviceBuffer numbers_;         // codebook_ on the GPU
   DeviceBuffer lhs_, lhs_scale_, packed_, scale_, unit_, zero_, index_, permutation_, gathered_,

@@ -33,6 +33,11 @@
 //                           tools/fit_costs.py; problem options as for `driver time`. Default: layers
 //                           of real models, all row counts, 4 and 8 bits, small m also under PDL.
 //                           --seconds S: starts no problem after S seconds
+//   driver ragged [options] checks and times the choices of ragged products, of experts of real models, by sizes of
+//                           groups and by a list; marks what the selection takes, and the fastest one:
+//                           --models M,M,... --tokens T,T,... --all (also choices of more than twice the least
+//                           cost) --pdl --json (lines as of `driver choices`, with costs) --seconds S: starts
+//                           nothing after S seconds
 //
 // On a wrong result, prints the problem and the ratio of error to bound, and exits with status 1.
 
@@ -47,12 +52,14 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/check/correct.h"
 #include "cuda/check/device_problem.h"
 #include "cuda/check/placed_problem.h"
 #include "cuda/check/time_attend.h"
 #include "cuda/check/time_choices.h"
 #include "cuda/check/time_exchange.h"
 #include "cuda/check/time_experts.h"
+#include "cuda/check/time_ragged.h"
 #include "cuda/jit/compiler.h"
 #include "cuda/kernels/instance_key.h"
 #include "cuda/kernels/loaded.h"
@@ -93,32 +100,6 @@ std::vector<Choice> Choices(const QuantizedMatmul& problem, uint64_t turn) {
     if (!all.empty()) choices.push_back(all[turn % all.size()]);
   }
   return choices;
-}
-
-// Whether about `max_samples` elements of the result are within the bound, and the result repeats bit for bit. Prints
-// failures.
-bool IsCorrect(const QuantizedMatmul& problem, const DeviceProblem& data, const Choice& choice,
-               int64_t max_samples) {
-  uint64_t first = 0;
-  for (int run = 0; run < 2; ++run) {
-    data.Poison();
-    Check(LaunchChoice(problem, data.buffers(0), choice, 0, nullptr), "LaunchChoice");
-    Check(cudaDeviceSynchronize(), "kernel");
-    if (run == 0) {
-      first = data.Digest();
-      const double ratio = data.ErrorOverBound(0, max_samples);
-      if (!(ratio <= 1)) {
-        std::printf("WRONG  %s %s: error over bound %.3g\n", NameOf(choice.kernel),
-                    Describe(problem, data.optional()).c_str(), ratio);
-        return false;
-      }
-    } else if (data.Digest() != first) {
-      std::printf("WRONG  %s %s: two runs differ\n", NameOf(choice.kernel),
-                  Describe(problem, data.optional()).c_str());
-      return false;
-    }
-  }
-  return true;
 }
 
 // Whether the result is within the bound. Prints failures.
@@ -373,6 +354,7 @@ std::vector<float> Time(const QuantizedMatmul& problem, const DeviceProblem& dat
       stderr,
       "driver: %s. Use: driver check [STRIDE [BITS [CODEBOOK [LHS]]]] | sweep | placed | attend "
       "[STRIDE] | experts [STRIDE] | "
+      "ragged [--models M,...] [--tokens T,...] [--all] [--pdl] [--json] [--seconds S] | "
       "time | choices "
       "[--n N,... --k K,...] [--m M,M,...] [--bits B] [--group G] [--zero] [--float-zero] "
       "[--codebook C] [--scale S] [--lhs int8|e4m3] [--integers] "
@@ -610,8 +592,8 @@ TimeOptions Parse(int argc, char** argv) {
 
 int Main(int argc, char** argv) {
   const std::string command = argc > 1 ? argv[1] : "";
-  const char* const commands[] = {"check",  "sweep",  "time",    "choices",
-                                  "placed", "attend", "experts", "exchange"};
+  const char* const commands[] = {"check",  "sweep",   "time",     "choices", "placed",
+                                  "attend", "experts", "exchange", "ragged"};
   if (std::find(std::begin(commands), std::end(commands), command) == std::end(commands)) {
     Usage("no command");
   }
@@ -634,6 +616,14 @@ int Main(int argc, char** argv) {
     std::printf("%d passed, %d failed\n", correct, wrong);
     if (wrong == 0) TimeExchange(most);
     return wrong == 0 ? 0 : 1;
+  }
+  if (command == "ragged") {
+    RaggedOptions options;
+    const std::string wrong = ParseRagged(argc, argv, &options);
+    if (!wrong.empty()) Usage(wrong.c_str());
+    const bool correct = TimeRagged(options);
+    jit::Finish();
+    return correct ? 0 : 1;
   }
   if (command == "time") {
     TimeAll(Parse(argc, argv));

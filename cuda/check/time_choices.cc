@@ -95,13 +95,17 @@ std::string Json(Number value) {
 
 std::string Json(const char* text) { return '"' + std::string(text) + '"'; }
 
-// Fields are named as the arguments of `_ffi.select`; clusters are Device::clusters for 1, 2 and 4 CTAs.
-std::string DeviceJson(const std::string& name, const Device& device) {
+}  // namespace
+
+std::string DeviceJson() {
+  const Device& device = DeviceInfo(0);
+  cudaDeviceProp properties;
+  Check(cudaGetDeviceProperties(&properties, 0), "cudaGetDeviceProperties");
   const auto clusters = [&](int ctas_per_sm) {
     const int* row = device.clusters[ctas_per_sm];
     return "[" + Json(row[1]) + ", " + Json(row[2]) + ", " + Json(row[4]) + "]";
   };
-  return "{\"device_name\": " + Json(name.c_str()) +
+  return "{\"device_name\": " + Json(static_cast<const char*>(properties.name)) +
          ", \"compute_capability\": " + Json(device.compute_capability) +
          ", \"num_sms\": " + Json(device.num_sms) +
          ", \"shared_bytes_per_sm\": " + Json(device.shared_bytes_per_sm) +
@@ -125,6 +129,10 @@ std::string ProblemJson(const QuantizedMatmul& p, const Optional& optional) {
   if (p.codebook != Codebook::kNone) {
     json += ", \"codebook\": " + Json(kCodebookNames[static_cast<int>(p.codebook)]);
   }
+  if (p.is_ragged()) {
+    json += ", \"groups_of_rows\": " + Json(p.groups_of_rows) +
+            ", \"num_weights\": " + Json(p.num_weights) + ", \"out\": " + Json(NameOf(p.out));
+  }
   const std::pair<const char*, bool> marks[] = {
       {"gated", p.epilogue.gated},
       {"scale_accumulators", p.scale_accumulators},
@@ -140,7 +148,6 @@ std::string ProblemJson(const QuantizedMatmul& p, const Optional& optional) {
   return json + "}";
 }
 
-// Each choice is its numbers (NumbersOf), then its microseconds.
 std::string ChoicesJson(const std::vector<Choice>& choices,
                         const std::vector<float>& microseconds) {
   std::string json = "[";
@@ -153,8 +160,6 @@ std::string ChoicesJson(const std::vector<Choice>& choices,
   }
   return json + "]";
 }
-
-}  // namespace
 
 const std::vector<std::pair<int64_t, int64_t>>& SweepLayers() {
   static const std::vector<std::pair<int64_t, int64_t>> layers = {
@@ -202,9 +207,7 @@ void TimeProblems(const std::vector<QuantizedMatmul>& problems, const Optional& 
   using Clock = std::chrono::steady_clock;
   const Clock::time_point start = Clock::now();
   const Device& device = DeviceInfo(0);
-  cudaDeviceProp properties;
-  Check(cudaGetDeviceProperties(&properties, 0), "cudaGetDeviceProperties");
-  const std::string device_json = DeviceJson(properties.name, device);
+  const std::string device_json = DeviceJson();
   size_t done = 0;
   for (const QuantizedMatmul& problem : problems) {
     if (std::chrono::duration<double>(Clock::now() - start).count() > seconds) break;

@@ -4,11 +4,13 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "cuda/check/device_problem.h"
 #include "cuda/problem.h"
+#include "cuda/select/choice.h"
 
 namespace jaxlowbit::check {
 
@@ -18,6 +20,14 @@ const std::vector<int64_t>& SweepRows();
 
 // The standard sweep: all shapes in 4 bits with groups of 128 and in 8 bits per channel; small m also under PDL.
 std::vector<QuantizedMatmul> StandardProblems();
+
+// The current device and a problem as JSON. Fields are named as the arguments of `_ffi.select`; clusters are
+// Device::clusters for 1, 2 and 4 CTAs.
+std::string DeviceJson();
+std::string ProblemJson(const QuantizedMatmul& problem, const Optional& optional);
+
+// Choices as JSON: each is its numbers (NumbersOf), then its microseconds.
+std::string ChoicesJson(const std::vector<Choice>& choices, const std::vector<float>& microseconds);
 
 // Prints a JSON line per problem: device, problem, and microseconds of the choices worth timing. Starts no problem
 // after `seconds`. Does not check results.

@@ -38,7 +38,7 @@ int GroupTableBytes(const QuantizedMatmul& problem) {
 QuantizedMatmul BlocksOf(const QuantizedMatmul& problem, int block_m) {
   if (!problem.is_ragged()) return problem;
   QuantizedMatmul blocks = problem;
-  blocks.groups_of_rows = HasSizes(problem) ? kOfBlocks : 0;
+  blocks.groups_of_rows = HasOwnCtas(problem, block_m) ? 0 : kOfBlocks;
   blocks.listed_per_row = 0;
   blocks.batch = ExpectedBlocks(problem, block_m);
   blocks.num_weights = blocks.batch * problem.weights_per_element();

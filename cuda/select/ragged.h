@@ -10,12 +10,13 @@
 
 namespace jaxlowbit {
 
-// Whether a ragged product has the sizes of its groups, not a list of the groups of its rows.
-inline bool HasSizes(const QuantizedMatmul& problem) {
-  return problem.is_ragged() && problem.listed_per_row == 0;
+// Whether each row of a ragged product has CTAs of its own, in a dense launch (device/schedule/listed.cuh): the rows of
+// a list, and blocks of one row.
+inline bool HasOwnCtas(const QuantizedMatmul& problem, int block_m) {
+  return problem.is_ragged() && (problem.listed_per_row > 0 || block_m == 1);
 }
 
-// Whether a problem is BlocksOf a ragged product with sizes.
+// Whether a problem is BlocksOf a ragged product whose CTAs are persistent.
 inline constexpr int64_t kOfBlocks = -1;  // for groups_of_rows
 inline bool IsOfBlocks(const QuantizedMatmul& problem) {
   return problem.groups_of_rows == kOfBlocks;

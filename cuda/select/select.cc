@@ -99,8 +99,8 @@ Support SupportsOnHopper(Kernel kernel, const QuantizedMatmul& problem, const De
   return {};
 }
 
-// Possible rows of a block in ragged products of qmm_sm90_stream.
-constexpr int kStreamBlocks[] = {1, 8, 16, 32}, kCommonBlock = 8;
+// Possible rows of a block in ragged products of qmm_sm90_stream whose CTAs are persistent.
+constexpr int kStreamBlocks[] = {8, 16, 32}, kCommonBlock = 8;
 
 // Maximum experts of a ragged product, whose table is in shared memory.
 constexpr int64_t kMaxExperts = 512;
@@ -127,72 +127,39 @@ Support SupportsRagged(const QuantizedMatmul& problem, const Device& device) {
   return Supports(Kernel::kQmmSm80, blocks, device);
 }
 
-// Microseconds for reading each weight that has rows once.
-double ReadCost(const QuantizedMatmul& problem, const Device& device) {
-  constexpr double kReached = 0.87;  // of the rate that the largest dense products reach
-  const int all_rows = static_cast<int>(std::max<int64_t>(problem.m, 1));
-  const auto kilobytes =
-      static_cast<double>(ExpectedBlocks(problem, all_rows) * problem.strips() *
-                          problem.k_blocks() * kAtom * kAtom * problem.bits / 8 / 1000);
-  return kilobytes / (kReached * sm90_stream::kCosts.read_kilobytes * RelativeMemoryRate(device));
-}
-
-// A choice for a ragged product, and its cost without the floor of ReadCost.
-struct RaggedChoice {
-  Choice choice;
-  double computed;
-};
-
-// Choices of qmm_sm90_stream, preferred ones first: the smallest blocks, in tiles of 4 slices, or of 8 if each CTA has
-// several of them.
-std::vector<RaggedChoice> RaggedStreamChoices(const QuantizedMatmul& problem,
-                                              const Device& device) {
-  constexpr int kManyTiles = 4;  // of a CTA
+// Choices of qmm_sm90_stream with blocks of so many rows, preferred ones first: clusters whose CTAs read more, since
+// each tile starts by finding its expert.
+std::vector<RaggedChoice> StreamChoicesOf(const QuantizedMatmul& problem, const Device& device,
+                                          int block_m) {
+  const QuantizedMatmul blocks = BlocksOf(problem, block_m);
+  if (!Supports(Kernel::kQmmSm90Stream, blocks, device)) return {};
+  std::vector<Choice> choices = sm90_stream::Choices(blocks);
+  std::stable_sort(choices.begin(), choices.end(), [](const Choice& left, const Choice& right) {
+    return left.slices * right.split_k > right.slices * left.split_k;
+  });
   std::vector<RaggedChoice> found;
-  for (int block_m : kStreamBlocks) {
-    const QuantizedMatmul blocks = BlocksOf(problem, block_m);
-    if (!Supports(Kernel::kQmmSm90Stream, blocks, device)) continue;
-    const int64_t tiles = blocks.batch * blocks.strips() / 2;  // of 8 slices, two strips
-    const bool has_many =
-        tiles >= int64_t{kManyTiles} * sm90_stream::kMaxCtasPerSm * device.num_sms;
-    const int preferred = has_many ? 8 : 4;
-    std::vector<Choice> choices = sm90_stream::Choices(blocks);
-    std::stable_sort(choices.begin(), choices.end(), [&](const Choice& left, const Choice& right) {
-      return std::abs(left.slices - preferred) < std::abs(right.slices - preferred);
-    });
-    for (Choice& choice : choices) {
-      // One tile at a time, with work for all warps.
-      if (sm90_stream::kMaxTileSlices % choice.slices != 0) continue;
-      if (!sm90_stream::SupportsChoice(choice, blocks, device, 0)) continue;
-      const double cost = sm90_stream::RaggedCost(blocks, device, choice);
-      choice.block_m = block_m;
-      found.push_back({choice, cost / RelativeClock(device)});
-    }
+  for (Choice& choice : choices) {
+    // Persistent CTAs multiply one tile at a time, with work for all warps.
+    if (block_m > 1 && sm90_stream::kMaxTileSlices % choice.slices != 0) continue;
+    if (!sm90_stream::SupportsChoice(choice, blocks, device, 0)) continue;
+    const double cost = Cost(blocks, device, choice);
+    choice.block_m = block_m;
+    found.push_back({choice, cost});
   }
   return found;
 }
 
-// Choices of qmm_sm90_stream for a list, preferred ones first: CTAs that read about kPreferredKilobytes, since larger
-// ones leave more multiprocessors idle at the end, and smaller ones start and end more often.
 std::vector<RaggedChoice> ListedChoices(const QuantizedMatmul& problem, const Device& device) {
-  constexpr double kPreferredKilobytes = 128;
-  const double per_slice = static_cast<double>(problem.k_blocks() * kAtom * problem.bits) / 8 *
-                           sm90_stream::kSliceRows / 1000;
-  const auto distance = [&](const Choice& choice) {
-    return std::abs(std::log(per_slice * choice.slices / choice.split_k / kPreferredKilobytes));
-  };
-  const QuantizedMatmul blocks = BlocksOf(problem, 1);
-  if (!Supports(Kernel::kQmmSm90Stream, blocks, device)) return {};
+  return StreamChoicesOf(problem, device, 1);
+}
+
+// The smallest blocks first.
+std::vector<RaggedChoice> RaggedStreamChoices(const QuantizedMatmul& problem,
+                                              const Device& device) {
   std::vector<RaggedChoice> found;
-  std::vector<Choice> choices = sm90_stream::Choices(blocks);
-  std::stable_sort(choices.begin(), choices.end(), [&](const Choice& left, const Choice& right) {
-    return distance(left) < distance(right);
-  });
-  for (Choice& choice : choices) {
-    if (!sm90_stream::SupportsChoice(choice, blocks, device, 0)) continue;
-    const double cost = sm90_stream::ListedCost(blocks, device, choice);
-    choice.block_m = 1;
-    found.push_back({choice, cost / RelativeClock(device)});
+  for (int block_m : kStreamBlocks) {
+    const std::vector<RaggedChoice> choices = StreamChoicesOf(problem, device, block_m);
+    found.insert(found.end(), choices.begin(), choices.end());
   }
   return found;
 }
@@ -226,19 +193,15 @@ std::vector<RaggedChoice> RaggedGeneralChoices(const QuantizedMatmul& problem,
   return found;
 }
 
-// Choices for a ragged product.
-std::vector<RaggedChoice> RaggedChoices(const QuantizedMatmul& problem, const Device& device) {
-  if (problem.listed_per_row > 0) return ListedChoices(problem, device);
-  std::vector<RaggedChoice> choices = RaggedStreamChoices(problem, device);
-  const std::vector<RaggedChoice> tiles = RaggedTileChoices(problem, device);
-  choices.insert(choices.end(), tiles.begin(), tiles.end());
-  return choices.empty() ? RaggedGeneralChoices(problem, device) : choices;
-}
-
 // The cheapest choice for a ragged product, by the cost of the expected blocks. If several choices wait for memory, it
 // is the first one. qmm_sm80 is the fallback on other devices and for unaligned operands.
 Choice SelectRagged(const QuantizedMatmul& problem, const Device& device) {
   constexpr double kSame = 0.97;
+  if (problem.listed_per_row == 0 && PrefersList({problem}, device)) {
+    QuantizedMatmul rows = problem;
+    rows.listed_per_row = 1;
+    return SelectRagged(rows, device);
+  }
   Choice best;
   double min_cost = std::numeric_limits<double>::infinity();
   const double read = ReadCost(problem, device);
@@ -383,9 +346,26 @@ Support Supports(const Choice& choice, const QuantizedMatmul& problem, const Dev
   return DecisionOf(choice.kernel).supports_choice(choice, problem, device, workspace_bytes);
 }
 
+double ReadCost(const QuantizedMatmul& problem, const Device& device) {
+  constexpr double kReached = 0.87;  // of the rate that the largest dense products reach
+  const int all_rows = static_cast<int>(std::max<int64_t>(problem.m, 1));
+  const auto kilobytes =
+      static_cast<double>(ExpectedBlocks(problem, all_rows) * problem.strips() *
+                          problem.k_blocks() * kAtom * kAtom * problem.bits / 8 / 1000);
+  return kilobytes / (kReached * sm90_stream::kCosts.read_kilobytes * RelativeMemoryRate(device));
+}
+
+std::vector<RaggedChoice> RaggedChoices(const QuantizedMatmul& problem, const Device& device) {
+  if (problem.listed_per_row > 0) return ListedChoices(problem, device);
+  std::vector<RaggedChoice> choices = RaggedStreamChoices(problem, device);
+  const std::vector<RaggedChoice> tiles = RaggedTileChoices(problem, device);
+  choices.insert(choices.end(), tiles.begin(), tiles.end());
+  return choices.empty() ? RaggedGeneralChoices(problem, device) : choices;
+}
+
 bool PrefersList(const std::vector<QuantizedMatmul>& products, const Device& device) {
   constexpr int64_t kMaxListed = 64;
-  constexpr double kGrouping = 6;  // microseconds of a kernel that groups rows
+  constexpr double kSaved = 6;  // microseconds that grouping the rows, or persistent CTAs, take
   double read_again = 0;
   for (QuantizedMatmul listed : products) {
     if (listed.m < 1 || listed.m > kMaxListed) return false;
@@ -395,7 +375,7 @@ bool PrefersList(const std::vector<QuantizedMatmul>& products, const Device& dev
     if (ListedChoices(listed, device).empty()) return false;
     read_again += ReadCost(listed, device) - read_once;
   }
-  return read_again < kGrouping;
+  return read_again < kSaved;
 }
 
 double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& choice,

@@ -31,8 +31,21 @@ Support Supports(const Choice& choice, const QuantizedMatmul& problem, const Dev
 double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& choice,
             const double* constants = nullptr);
 
-// Whether ragged products of the same rows take less time if each row reads its weight (listed_per_row) than with rows
-// that another kernel sorts by group first. All buffers must be aligned.
+// A choice for a ragged product, and its expected microseconds without the floor of ReadCost.
+struct RaggedChoice {
+  Choice choice;
+  double computed;
+};
+
+// The choices among which Select finds that of a ragged product. Of those with about the same cost, the larger one of
+// `computed` and ReadCost, it takes the first.
+std::vector<RaggedChoice> RaggedChoices(const QuantizedMatmul& problem, const Device& device);
+
+// Expected microseconds for reading each weight of a ragged product that has rows once; by a list, for each row.
+double ReadCost(const QuantizedMatmul& problem, const Device& device);
+
+// Whether ragged products of the same rows take less time if each row reads its weight (listed_per_row) than if rows of
+// a group share it, which needs a kernel that sorts them by group, or persistent CTAs. All buffers must be aligned.
 bool PrefersList(const std::vector<QuantizedMatmul>& products, const Device& device);
 
 // The cost constants of a kernel (kernels/*/costs.h), in the order of its costs.inc.

@@ -284,3 +284,14 @@ def test_the_number_of_experts_decides_a_ragged_choice():
     )
     assert many["kernel"] == "qmm_sm90_stream" and many["block_m"] == 8
     assert one["kernel"] == "qmm_sm90" and one["block_m"] >= 128
+
+
+@pytest.mark.parametrize("rows", [1, 8, 32, 64])
+def test_few_rows_in_groups_have_ctas_of_their_own(rows):
+    problem: dict[str, Any] = {"n": 1536, "k": 2048, "group_size": 128, "groups_of_rows": 128}
+    chosen = select(m=rows, num_weights=128, **problem, **H200)
+    assert chosen["block_m"] == 1 and "ListedInstance" in chosen["instance"][1]
+    # Reading weights again would take longer: more rows, or few large experts.
+    assert select(m=65, num_weights=128, **problem, **H200)["block_m"] == 8
+    large = select(m=rows, n=28672, k=8192, num_weights=2, groups_of_rows=2, **H200)
+    assert ("ListedInstance" in large["instance"][1]) == (rows == 1)

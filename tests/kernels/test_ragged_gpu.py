@@ -23,7 +23,7 @@ pytestmark = pytest.mark.gpu
 
 EXPERTS = 20
 K, N = 256, 200  # n is not a multiple of a strip
-ROWS = (1, 7, 40, 300, 1500)  # each selects another tile
+ROWS = (1, 7, 40, 100, 300, 1500)  # each selects another tile
 FORMATS = {
     str(format): (format, K)
     for format in (INT4, Format(4, 64, zero="integer"), INT8, Format(2, 32), MXFP4)

@@ -16,7 +16,7 @@ namespace jaxlowbit::sm90 {
 namespace {
 
 // The form of an epilogue with results stored by TMA.
-Form FormOf(const Epilogue& epilogue) {
+Form TmaFormOf(const Epilogue& epilogue) {
   switch (epilogue.activation) {
     case Activation::kNone:
       return epilogue.gated ? Form::kOther : Form::kSum;
@@ -48,8 +48,14 @@ Params ParamsOf(const PlannedStep& step, const StreamK& schedule) {
   const bool loads_residual = buffers.residual != nullptr &&
                               problem.epilogue.residual == problem.floats() &&
                               !problem.epilogue.gated && step.residual_aligned;
-  p.form = p.aligned && (loads_residual || buffers.residual == nullptr) ? FormOf(problem.epilogue)
-                                                                        : Form::kOther;
+  const bool has_residual = buffers.residual != nullptr;
+  if (p.aligned && (loads_residual || !has_residual)) {
+    p.form = TmaFormOf(problem.epilogue);
+  } else if (p.out_float && !has_residual && TmaFormOf(problem.epilogue) == Form::kSum) {
+    p.form = Form::kFloat;
+  } else {
+    p.form = Form::kOther;
+  }
   p.residual_by_tma = loads_residual && p.form != Form::kOther;
   p.num_weights = problem.num_weights;
   p.m = static_cast<int>(problem.m);

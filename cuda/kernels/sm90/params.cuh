@@ -79,6 +79,7 @@ enum class Form {
   kSigmoid,  // activations with a SigmoidForm; gated without residuals
   kGelu,     // by erf; not gated
   kRelu,     // not gated
+  kFloat,    // float32 results, in registers: no activation, no residual; not gated
   kOther     // in a loop, through shared memory
 };
 

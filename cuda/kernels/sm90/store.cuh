@@ -77,6 +77,8 @@ class TileStorer {
         return StoreByTma<Form::kGelu>(tile, acc);
       case Form::kRelu:
         return StoreByTma<Form::kRelu>(tile, acc);
+      case Form::kFloat:
+        return StoreFloats(tile, acc);
       case Form::kOther:
         return StoreFinished(tile, acc);
     }
@@ -374,21 +376,34 @@ class TileStorer {
     }
   }
 
-  // Stores the integers whose bits are in the accumulators: a warp writes 32 bytes of each of four rows at a time.
-  __device__ void StoreIntegers(const Tile& tile, const Accumulators<I>& acc) const {
+  // Stores the value of each accumulator: a warp writes 32 bytes of each of four rows at a time.
+  template <class Out, class Value>
+  __device__ void StoreWords(const Tile& tile, const Value& value) const {
 #pragma unroll
     for (int s = 0; s < I::kStrips; ++s) {
       const int n = Strip(tile, s) * static_cast<int>(kAtom) + Channel();
       const int first = tile.m0 + Thread() % 4 * 2;
-      int* out = static_cast<int*>(p_.out_data) + Schedule().Row(tile.batch, first) * p_.n + n;
+      Out* out = static_cast<Out*>(p_.out_data) + Schedule().Row(tile.batch, first) * p_.n + n;
 #pragma unroll
       for (int i = 0; i < I::kM / 2; ++i) {
-        const int m = i / 4 * 8 + i % 2, h = i / 2 % 2 * 8;
-        if (first + m < Schedule().Rows(tile.batch) && n + h < p_.n) {
-          out[int64_t{m} * p_.n + h] = __float_as_int(acc[s][i]);
+        const int m = i / 4 * 8 + i % 2, h = i / 2 % 2;
+        if (first + m < Schedule().Rows(tile.batch) && n + 8 * h < p_.n) {
+          out[int64_t{m} * p_.n + 8 * h] = value(s, i, h);
         }
       }
     }
+  }
+
+  // The accumulators contain the bits of integers.
+  __device__ void StoreIntegers(const Tile& tile, const Accumulators<I>& acc) const {
+    StoreWords<int>(tile, [&](int s, int i, int) { return __float_as_int(acc[s][i]); });
+  }
+
+  // The same operations as in Form::kOther, where 0 is the residual.
+  __device__ void StoreFloats(const Tile& tile, const Accumulators<I>& acc) const {
+    StoreWords<float>(tile, [&](int s, int i, int h) {
+      return __fmul_rn(acc[s][i], factors_[s][h]) + biases_[s][h] + 0.0f;
+    });
   }
 
   // Returns the buffer for the next store tile, which is free or contains that tile's residual. Starts loading the

@@ -12,9 +12,9 @@ InstanceKey KeyOf(const QuantizedMatmul& problem, const Choice& choice, const De
   const QuantizedMatmul blocks = BlocksOf(problem, choice.block_m);
   const int block_m = BlockM(blocks.m);
   const bool shares_registers = block_m == 8 || problem.pdl;
-  const Grouping grouping = !problem.is_ragged() ? Grouping::kNone
-                            : HasSizes(problem)  ? Grouping::kSizes
-                                                 : Grouping::kList;
+  const Grouping grouping = !problem.is_ragged()                  ? Grouping::kNone
+                            : HasOwnCtas(problem, choice.block_m) ? Grouping::kRows
+                                                                  : Grouping::kBlocks;
   const Variant variant = {block_m,
                            shares_registers ? kMaxCtasPerSm : CtasPerSm(blocks, device, choice),
                            LhsPathOf(blocks, device, choice), grouping};

@@ -15,7 +15,7 @@ struct Params;
 using KernelFunction = void (*)(Params);
 
 // How rows find their weights: by the batch element, by the sizes of groups, or by a list of the groups.
-enum class Grouping { kNone, kSizes, kList };
+enum class Grouping { kNone, kBlocks, kRows };
 
 // Template arguments of an instance in addition to types and width.
 struct Variant {

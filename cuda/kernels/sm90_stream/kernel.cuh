@@ -27,7 +27,7 @@
 // take turns, and a tile is reduced when the warp has multiplied the next one.
 //
 // Listed. A dense batch of single rows (device/schedule/listed.cuh): the producer finds the expert of its row first,
-// and the CTA leaves if there is none.
+// and the CTA stores zeros or leaves if there is none.
 //
 // Gated. Strips of the gate and of up alternate, and a warp's two slices are the same channels of both.
 //
@@ -194,19 +194,17 @@ __device__ void CollectRagged(const Params& p, Memory memory, int number, bool m
   if (more) reducer.Free();
 }
 
-// Stores zeros in the rows of a tile, by the consumers of one CTA of the cluster.
+// Stores zeros in the columns [begin, end) of a row, by the consumers of one CTA of the cluster.
 template <class I>
-__device__ void StoreZeros(const Params& p, const RaggedTile& tile) {
+__device__ void StoreZeros(const Params& p, int row, int begin, int end) {
   if (ClusterRank() > 0) return;
   const Product& part = p.products[0];
-  for (int row = tile.first; row < tile.end; ++row) {
-    const int64_t offset = int64_t{row} * part.n;
-    for (int n = threadIdx.x; n < part.n; n += kConsumerThreads) {
-      if (p.out_float) {
-        static_cast<float*>(part.out)[offset + n] = 0.0f;
-      } else {
-        static_cast<typename I::T*>(part.out)[offset + n] = typename I::T(0.0f);
-      }
+  const int64_t offset = int64_t{row} * part.n;
+  for (int n = begin + static_cast<int>(threadIdx.x); n < end; n += kConsumerThreads) {
+    if (p.out_float) {
+      static_cast<float*>(part.out)[offset + n] = 0.0f;
+    } else {
+      static_cast<typename I::T*>(part.out)[offset + n] = typename I::T(0.0f);
     }
   }
 }
@@ -248,7 +246,8 @@ __device__ void MultiplyRagged(const Params& p, Memory memory) {
   if (tiles == 0) WaitForArrivals();
   const int num_tiles = groups.NumTiles(p.ragged);
   for (; number < num_tiles; number += clusters) {
-    StoreZeros<I>(p, groups.Find(p.ragged, number));
+    const RaggedTile tile = groups.Find(p.ragged, number);
+    for (int row = tile.first; row < tile.end; ++row) StoreZeros<I>(p, row, 0, p.products[0].n);
   }
 }
 
@@ -265,6 +264,18 @@ __device__ inline bool FindExpert(const Params& p, Memory memory) {
   return memory.LoadExpert() >= 0;
 }
 
+// Stores zeros in this CTA's columns of a row that has no expert, if the product has sizes: the rows of a list are left
+// as they are.
+template <class I>
+__device__ void StoreZerosBySizes(const Params& p) {
+  if (p.listed.groups == 0 || threadIdx.x >= kConsumerThreads) return;
+  WaitForPreviousKernels();  // they may read the result's memory
+  const Share share = OwnShare(p);
+  const int channels = kSliceRows / (p.epilogue.gated ? 2 : 1);
+  StoreZeros<I>(p, share.batch, share.slice_begin * channels,
+                min(p.products[0].n, share.slice_end * channels));
+}
+
 template <class I>
 __global__ void __launch_bounds__(ThreadsOf(I::kRagged), I::kCtasPerSm)
     QmmSm90StreamKernel(const __grid_constant__ Params p) {
@@ -273,7 +284,7 @@ __global__ void __launch_bounds__(ThreadsOf(I::kRagged), I::kCtasPerSm)
   const Memory memory = {Opaque(SharedAddress(shared))};
   if constexpr (I::kRagged) return MultiplyRagged<I>(p, memory);
   if constexpr (I::kListed) {
-    if (!FindExpert(p, memory)) return;
+    if (!FindExpert(p, memory)) return StoreZerosBySizes<I>(p);
   }
   const int warp = threadIdx.x / 32;
   const auto synchronize = [] {

@@ -82,10 +82,16 @@ void AddGroupTable(const QuantizedMatmul& problem, int limit, Plan* plan) {
   plan->shared_bytes = std::max(plan->shared_bytes, bytes());
 }
 
-// The schedule of a list, except pointers.
+// The schedule of rows with CTAs of their own, except pointers.
 ListedParams ListedOf(const QuantizedMatmul& problem) {
-  return {nullptr, nullptr, static_cast<int>(problem.experts()), DivideBy(problem.listed_per_row),
-          problem.waits_for_list};
+  const bool has_list = problem.listed_per_row > 0;
+  return {nullptr,
+          nullptr,
+          static_cast<int>(problem.experts()),
+          DivideBy(has_list ? problem.listed_per_row : 1),
+          has_list ? problem.waits_for_list : problem.pdl,
+          has_list ? 0 : static_cast<int>(problem.groups_of_rows),
+          static_cast<int>(problem.m)};
 }
 
 class StreamLaunch final : public KernelLaunch {
@@ -94,7 +100,7 @@ class StreamLaunch final : public KernelLaunch {
       : count_(step.products.size()),
         function_(function),
         cluster_ctas_(step.choice.split_k),
-        threads_(ThreadsOf(HasSizes(step.problem))),
+        persistent_(step.problem.is_ragged() && !HasOwnCtas(step.problem, step.choice.block_m)),
         pdl_(step.problem.pdl) {
     const QuantizedMatmul& problem = step.problem;
     const Choice& choice = step.choice;
@@ -103,7 +109,7 @@ class StreamLaunch final : public KernelLaunch {
         ParamsOf(blocks, step.products.front().buffers, choice, CtasPerSm(blocks, device, choice));
     int64_t clusters = AssignClusters(step.products, choice.slices, params_);
     int64_t batch = problem.batch;
-    if (HasSizes(problem)) {
+    if (persistent_) {
       const int ctas_per_sm = CtasPerSm(blocks, device, choice);
       params_.ragged = RaggedOf(problem, choice.block_m, clusters);
       AddGroupTable(problem, Sm90SharedBytes(ctas_per_sm), &params_.plan);
@@ -113,8 +119,8 @@ class StreamLaunch final : public KernelLaunch {
     } else if (problem.is_ragged()) {
       params_.listed = ListedOf(problem);
       batch = problem.m;
-      // All loads depend on the list, which comes from the previous kernel.
-      if (problem.waits_for_list) params_.prologue_stages = 2;
+      // All loads depend on the list or the sizes, which come from the previous kernel.
+      if (params_.listed.waits) params_.prologue_stages = 2;
     }
     grid_ = dim3(static_cast<unsigned>(clusters * cluster_ctas_), static_cast<unsigned>(batch));
     lhs_ = ShapeOfMatrix(problem.lhs, problem.batch * problem.lhs_rows(), problem.k,
@@ -143,15 +149,16 @@ class StreamLaunch final : public KernelLaunch {
     }
     const cudaError_t error = Encode(lhs_, first.lhs, &p.lhs);
     if (error != cudaSuccess) return error;
-    const LaunchConfig config(grid_, threads_, p.plan.shared_bytes, stream, pdl_, cluster_ctas_);
+    const LaunchConfig config(grid_, ThreadsOf(persistent_), p.plan.shared_bytes, stream, pdl_,
+                              cluster_ctas_);
     return LaunchFunction(config, function_, &p);
   }
 
  private:
   const size_t count_;  // of products
   const void* const function_;
-  const int cluster_ctas_, threads_;
-  const bool pdl_;
+  const int cluster_ctas_;
+  const bool persistent_, pdl_;
   Params params_;
   dim3 grid_;
   TensorShape lhs_;

@@ -103,12 +103,8 @@ Choice Configure(const QuantizedMatmul& problem, const Device& device, int64_t) 
   return best;
 }
 
-namespace {
-
-// later_ends: the part of the start and end of a wave after the first that remains. 1 if waves follow each other, less
-// if CTAs of one start while others of the wave before still read, 0 if CTAs are persistent.
-double CostOf(const QuantizedMatmul& problem, const Device& device, const Choice& choice,
-              const Costs& costs, double later_ends) {
+double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& choice,
+            const Costs& costs) {
   const int cluster_ctas = choice.split_k, slices = choice.slices;
   const Plan plan = PlanOfChoice(problem, device, choice);
   const int64_t clusters = NumClusters(problem, slices);
@@ -156,24 +152,9 @@ double CostOf(const QuantizedMatmul& problem, const Device& device, const Choice
   const double pdl = !problem.pdl ? 0
                      : two_ctas   ? costs.pdl_two_ctas
                                   : costs.pdl_one_cta + costs.pdl_idle * std::min(1.0, 2 * idle);
-  const double ends = (costs.tile * tiles + costs.wave) * (1 + later_ends * (waves - 1));
+  // Persistent CTAs of ragged products measure alike: each tile finds its group and fills its ring.
+  const double ends = (costs.tile * tiles + costs.wave) * waves;
   return computed + ends + fit.start + (two_ctas ? costs.two_ctas : 0) - pdl;
-}
-
-}  // namespace
-
-double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& choice,
-            const Costs& costs) {
-  return CostOf(problem, device, choice, costs, 1);
-}
-
-double RaggedCost(const QuantizedMatmul& blocks, const Device& device, const Choice& choice) {
-  return CostOf(blocks, device, choice, kCosts, 0);
-}
-
-double ListedCost(const QuantizedMatmul& blocks, const Device& device, const Choice& choice) {
-  constexpr double kLaterEnds = 0.2;
-  return CostOf(blocks, device, choice, kCosts, kLaterEnds);
 }
 
 // If all CTAs can have an SM each, they request more than half of its shared memory (kExclusiveBytes).

@@ -22,12 +22,6 @@ Choice Configure(const QuantizedMatmul& problem, const Device& device, int64_t w
 double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& choice,
             const Costs& costs = kCosts);
 
-// The cost of a ragged product, whose CTAs are persistent; `blocks`: BlocksOf it.
-double RaggedCost(const QuantizedMatmul& blocks, const Device& device, const Choice& choice);
-
-// The cost of a ragged product by a list, whose waves overlap.
-double ListedCost(const QuantizedMatmul& blocks, const Device& device, const Choice& choice);
-
 // CTAs per SM that share its shared memory.
 int CtasPerSm(const QuantizedMatmul& problem, const Device& device, const Choice& choice);
 
