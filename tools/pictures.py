@@ -170,10 +170,9 @@ def token_time() -> Drawing:
         "attention",
         "head",
         "small XLA kernels",
-        "between calls",
     )
     x = Axis(0, max(times), 150, WIDTH - 60)
-    drawing = Drawing(232, "Where the time of a token goes, Llama 3 8B in 4 bits")
+    drawing = Drawing(200, "Where the time of a token goes, Llama 3 8B in 4 bits")
     drawing.text(0, 16, "microseconds of a decode step, Llama 3 8B in 4 bits", bold=True)
     for i, (us, text, name) in enumerate(zip(times, texts, names, strict=True)):
         top = 32 + 32 * i
@@ -181,7 +180,7 @@ def token_time() -> Drawing:
         drawing.rect(x.start, top, max(x(us) - x.start, 2), 22, fill="a", stroke="a", opacity=0.75)
         drawing.text(max(x(us), x.start) + 6, top + 16, text, size=13)
     notes = f"{found['conditions']}; one sequence, 1,000 positions"
-    drawing.text(0, 216, notes, color="soft", size=12.5)
+    drawing.text(0, 184, notes, color="soft", size=12.5)
     return drawing
 
 
