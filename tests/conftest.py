@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import resource
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,9 @@ import pytest
 from jax._src.interpreters import mlir
 
 try:
-    from jax._src import lru_cache
-except ImportError:  # not public: other versions of JAX may lack it
-    lru_cache = None
+    from jax._src import compilation_cache, lru_cache
+except ImportError:  # not public: other versions of JAX may lack them
+    compilation_cache = lru_cache = None
 
 # Tests do not depend on the measured choices of this machine.
 os.environ["JAXLOWBIT_TUNED"] = ""
@@ -369,9 +370,15 @@ CACHE: Any = getattr(lru_cache, "LRUCache", None)
 
 def put(self: Any, key: str, value: bytes) -> None:
     """`LRUCache.put`, in one step: another process may read the entry."""
-    with tempfile.NamedTemporaryFile(dir=self.path, delete=False) as file:
+    written = f"{self.path}/{os.getpid()}-{threading.get_ident()}"
+    with open(written, "wb") as file:
         file.write(value)
-    os.replace(file.name, self.path / f"{key}-cache")
+    os.replace(written, f"{self.path}/{key}-cache")
+
+
+def as_it_is(program: bytes) -> bytes:
+    """JAX's functions would compress programs, most of which are never read."""
+    return program
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -383,6 +390,9 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[PROGRAMS] = folder.name
     elif jax.config.jax_compilation_cache_dir is None:
         CACHE.put = put
+        for function in ("compress_executable", "decompress_executable"):
+            if hasattr(compilation_cache, function):
+                setattr(compilation_cache, function, as_it_is)
         jax.config.update("jax_compilation_cache_dir", os.environ[PROGRAMS])
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
