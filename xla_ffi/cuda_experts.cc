@@ -42,12 +42,7 @@ class CombineStep final : public LoadedStep {
 
   cudaError_t Run(void* const* pointers, cudaStream_t stream) const override {
     CombineChoices combine = combine_;
-    combine.rows = static_cast<const float*>(PointerTo(at_.x, pointers));
-    combine.place = static_cast<const int32_t*>(PointerTo(at_.place, pointers));
-    combine.expert = static_cast<const int32_t*>(PointerTo(at_.expert, pointers));
-    combine.offset = static_cast<const int32_t*>(PointerTo(at_.offset, pointers));
-    combine.weight = PointerTo(at_.scales, pointers);
-    combine.out = PointerTo(at_.out, pointers);
+    SetPointers(at_, pointers, &combine);
     return LaunchCombineChoices(combine, stream);
   }
 
@@ -199,9 +194,8 @@ std::unique_ptr<const LoadedStep> LoadGroup(const Call& call, const Step& step,
   return std::make_unique<GroupStep>(group, addresses);
 }
 
-ffi::Error LoadCombine(const Call& call, const Step& step, const ExpertAddresses& addresses,
-                       int64_t experts, const Device& device,
-                       std::unique_ptr<const LoadedStep>* loaded) {
+ffi::Error ReadCombine(const Call& call, const Step& step, const Device& device,
+                       CombineChoices* combine) {
   if (device.compute_capability != kRouteCapability) {
     return InvalidArgument(
         "a mixture of experts in one call needs compute capability 9.0, but this device has " +
@@ -233,11 +227,22 @@ ffi::Error LoadCombine(const Call& call, const Step& step, const ExpertAddresses
                         "[tokens, top]");
   }
   if (error.failure()) return error;
-  CombineChoices combine = {*weight_type, *out_type, static_cast<int>(tokens),
-                            static_cast<int>(top), columns};
-  combine.experts = static_cast<int>(experts);
-  *loaded = std::make_unique<CombineStep>(combine, addresses);
+  *combine = {*weight_type, *out_type, static_cast<int>(tokens), static_cast<int>(top), columns};
   return error;
+}
+
+std::unique_ptr<const LoadedStep> LoadCombine(const CombineChoices& combine,
+                                              const ExpertAddresses& addresses) {
+  return std::make_unique<CombineStep>(combine, addresses);
+}
+
+void SetPointers(const ExpertAddresses& addresses, void* const* pointers, CombineChoices* combine) {
+  combine->rows = static_cast<const float*>(PointerTo(addresses.x, pointers));
+  combine->place = static_cast<const int32_t*>(PointerTo(addresses.place, pointers));
+  combine->expert = static_cast<const int32_t*>(PointerTo(addresses.expert, pointers));
+  combine->offset = static_cast<const int32_t*>(PointerTo(addresses.offset, pointers));
+  combine->weight = PointerTo(addresses.scales, pointers);
+  combine->out = PointerTo(addresses.out, pointers);
 }
 
 }  // namespace jaxlowbit

@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "cuda/launch.h"
+#include "cuda/ops/combine_choices.h"
 #include "xla_ffi/call.h"
 
 namespace jaxlowbit {
@@ -26,10 +27,15 @@ std::unique_ptr<const LoadedStep> LoadGroup(const Call& call, const Step& step,
 ffi::Error LoadRoute(const Call& call, const Step& step, const ExpertAddresses& addresses, bool pdl,
                      const Device& device, std::unique_ptr<const LoadedStep>* loaded);
 
-// Checks the buffers of a combination and loads it. Without an address of its places, rows are in the order of choices
-// of `experts` local experts.
-ffi::Error LoadCombine(const Call& call, const Step& step, const ExpertAddresses& addresses,
-                       int64_t experts, const Device& device,
-                       std::unique_ptr<const LoadedStep>* loaded);
+// Checks the buffers of a combination. The number of local experts, which a combination without an address of its places
+// needs, is not set.
+ffi::Error ReadCombine(const Call& call, const Step& step, const Device& device,
+                       CombineChoices* combine);
+
+std::unique_ptr<const LoadedStep> LoadCombine(const CombineChoices& combine,
+                                              const ExpertAddresses& addresses);
+
+// Sets the pointers of a combination.
+void SetPointers(const ExpertAddresses& addresses, void* const* pointers, CombineChoices* combine);
 
 }  // namespace jaxlowbit
