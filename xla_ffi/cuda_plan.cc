@@ -82,7 +82,7 @@ class Sequence {
     if (error.failure() || IsEmpty()) return error;
     error = FindList();
     if (error.success()) error = FindDevices();
-    if (error.success()) error = FindSums();
+    if (error.success()) error = FindMerged();
     std::vector<PlannedStep> results;
     if (error.success()) error = RedirectResults(&results);
     if (error.failure()) return error;
@@ -308,29 +308,52 @@ class Sequence {
     }
   }
 
-  // Checks sums of choices, and finds those that the next step, a normalization, computes.
-  ffi::Error FindSums() {
-    for (const Step& step : call_.steps) {
-      if (step.kind != StepKind::kCombine) continue;
+  // Checks sums of choices and routers. Finds the steps that the kernel of the next step computes, too: a sum that a
+  // normalization adds, and a normalization of the rows of a router.
+  ffi::Error FindMerged() {
+    for (size_t i = 0; i < call_.steps.size(); ++i) {
+      const Step& step = call_.steps[i];
       CombineChoices choices;
-      const ffi::Error error = ReadCombine(call_, step, *target_.device, &choices);
+      RouteChoices route;
+      ffi::Error error = ffi::Error::Success();
+      if (step.kind == StepKind::kCombine)
+        error = ReadCombine(call_, step, *target_.device, &choices);
+      if (step.kind == StepKind::kRoute) error = ReadRoute(call_, step, *target_.device, &route);
       if (error.failure()) return error;
-      const Step* const next = &step + 1;
-      if (next == call_.steps.data() + call_.steps.size() || next->kind != StepKind::kNormalize ||
-          next->addend != step.out || !SupportsChoices(ReadNorm(*next), choices)) {
-        continue;
+      if (step.kind == StepKind::kCombine && i + 1 < call_.steps.size()) {
+        const Step& next = call_.steps[i + 1];
+        if (next.kind == StepKind::kNormalize && next.addend == step.out &&
+            SupportsChoices(ReadNorm(next), choices) && AreAligned({step.x, step.out}) &&
+            AreAligned({next.x, next.total, next.out, next.scales})) {
+          merged_.push_back(&step);
+        }
       }
-      bool aligned = true;
-      for (int64_t place : {step.x, step.out, next->x, next->total, next->out, next->scales}) {
-        aligned = aligned && (place == 0 || ways_.IsAligned(AddressAt(place)));
+      if (step.kind == StepKind::kRoute && i > 0 &&
+          RoutesNormalized(call_.steps[i - 1], step, route)) {
+        merged_.push_back(&call_.steps[i - 1]);
       }
-      if (aligned) added_.push_back(&step);
     }
     return ffi::Error::Success();
   }
 
-  bool IsAdded(const Step& step) const {
-    return std::find(added_.begin(), added_.end(), &step) != added_.end();
+  bool RoutesNormalized(const Step& norm, const Step& step, const RouteChoices& route) {
+    return norm.kind == StepKind::kNormalize && norm.out == step.x && norm.scales != 0 &&
+           norm.addend != 0 && !MergesPrevious(norm) && SupportsNorm(route, ReadNorm(norm)) &&
+           AreAligned({norm.x, norm.addend, norm.scales, norm.total, norm.out, step.scales}) &&
+           !ways_.Overlap(ExtentAt(norm.x), ExtentAt(norm.total));
+  }
+
+  bool AreAligned(std::initializer_list<int64_t> places) {
+    return std::all_of(places.begin(), places.end(), [&](int64_t place) {
+      return place == 0 || ways_.IsAligned(AddressAt(place));
+    });
+  }
+
+  bool IsMerged(const Step& step) const {
+    return std::find(merged_.begin(), merged_.end(), &step) != merged_.end();
+  }
+  bool MergesPrevious(const Step& step) const {
+    return &step != call_.steps.data() && IsMerged((&step)[-1]);
   }
 
   // Redirects to the workspace each result that overlaps another result, or a buffer that the same or a later step
@@ -341,7 +364,7 @@ class Sequence {
     std::vector<std::vector<int64_t>> read, written;
     for (const Step& step : steps) {
       read.push_back(PlacesRead(call_, step));
-      if (&step != steps.data() && IsAdded((&step)[-1])) {
+      if (MergesPrevious(step)) {
         read.back().insert(read.back().end(), read[read.size() - 2].begin(),
                            read[read.size() - 2].end());
       }
@@ -395,6 +418,7 @@ class Sequence {
 
   ffi::Error PlanStep(size_t i) {
     const Step& step = call_.steps[i];
+    if (IsMerged(step)) return ffi::Error::Success();
     switch (step.kind) {
       case StepKind::kMultiply:
         return Multiply(step);
@@ -509,13 +533,16 @@ class Sequence {
     return norm;
   }
 
+  NormAddresses NormAt(const Step& step) const {
+    return {AddressAt(step.x),     AddressAt(step.addend), AddressAt(step.scales),
+            AddressAt(step.total), AddressAt(step.out),    AddressAt(step.out_scale)};
+  }
+
   ffi::Error Normalize(const Step& step) {
     started_ = true;
     RmsNorm norm = ReadNorm(step);
-    NormAddresses addresses = {AddressAt(step.x),      AddressAt(step.addend),
-                               AddressAt(step.scales), AddressAt(step.total),
-                               AddressAt(step.out),    AddressAt(step.out_scale)};
-    if (&step != call_.steps.data() && IsAdded((&step)[-1])) {
+    NormAddresses addresses = NormAt(step);
+    if (MergesPrevious(step)) {
       const ffi::Error error = ReadSum((&step)[-1], &norm.choices, &addresses.choices);
       if (error.failure()) return error;
     }
@@ -549,7 +576,6 @@ class Sequence {
   }
 
   ffi::Error Combine(const Step& step) {
-    if (IsAdded(step)) return ffi::Error::Success();
     CombineChoices choices;
     ExpertAddresses addresses;
     const ffi::Error error = ReadSum(step, &choices, &addresses);
@@ -558,10 +584,16 @@ class Sequence {
   }
 
   ffi::Error Route(const Step& step) {
-    std::unique_ptr<const LoadedStep> loaded;
-    const ffi::Error error =
-        LoadRoute(call_, step, ExpertsAt(step), started_, *target_.device, &loaded);
-    if (error.success()) Add(std::move(loaded), "launching the router");
+    RouteChoices route;
+    const ffi::Error error = ReadRoute(call_, step, *target_.device, &route);
+    if (error.failure()) return error;
+    route.pdl = started_;
+    NormAddresses norm;
+    if (MergesPrevious(step)) {
+      route.norm = ReadNorm((&step)[-1]);
+      norm = NormAt((&step)[-1]);
+    }
+    Add(LoadRoute(route, ExpertsAt(step), norm), "launching the router");
     return error;
   }
 
@@ -608,9 +640,9 @@ class Sequence {
   Room room_;
   Exchange exchange_;
   float epsilon_ = 0;
-  bool started_;                    // a kernel of the handler has been launched
-  const Step* listed_ = nullptr;    // a grouping of choices that no kernel computes
-  std::vector<const Step*> added_;  // sums of choices that normalizations compute
+  bool started_;                     // a kernel of the handler has been launched
+  const Step* listed_ = nullptr;     // a grouping of choices that no kernel computes
+  std::vector<const Step*> merged_;  // steps that the kernel of the next step computes, too
   std::vector<std::pair<int64_t, Address>> moved_;
   std::vector<PlannedProduct> products_;
 };

@@ -35,12 +35,6 @@ class RoundStep final : public LoadedStep {
   const Address floats_, factor_, values_, scale_;
 };
 
-// The addresses of a normalization, in the order of the step's fields, and of the choices that it adds.
-struct NormAddresses {
-  Address x, addend, scales, total, out, out_scale;
-  ExpertAddresses choices = {};
-};
-
 class NormalizeStep final : public LoadedStep {
  public:
   // The pointers of `norm` are not set.
@@ -49,13 +43,7 @@ class NormalizeStep final : public LoadedStep {
 
   cudaError_t Run(void* const* pointers, cudaStream_t stream) const override {
     RmsNorm norm = norm_;
-    norm.x = PointerTo(at_.x, pointers);
-    norm.addend = PointerTo(at_.addend, pointers);
-    norm.scale = PointerTo(at_.scales, pointers);
-    norm.sum = PointerTo(at_.total, pointers);
-    norm.out = PointerTo(at_.out, pointers);
-    norm.out_scale = static_cast<float*>(PointerTo(at_.out_scale, pointers));
-    if (norm.choices.tokens > 0) SetPointers(at_.choices, pointers, &norm.choices);
+    SetPointers(at_, pointers, &norm);
     return LaunchRmsNorm(norm, device_, stream);
   }
 

@@ -23,61 +23,20 @@
 #include "cuda/ops/exchange.cuh"
 #include "cuda/ops/rms_norm.h"
 #include "cuda/ops/rounded_row.cuh"
+#include "cuda/ops/row_vectors.cuh"
 
 namespace jaxlowbit {
 namespace {
 
-constexpr int kElements = 8;  // per vector
+using row::kElements;
+using row::Load;
+using row::LoadFloats;
+using row::Store;
+using row::SumOfBlock;
+using row::Vector;
+
 constexpr int kMaxVectors = static_cast<int>(kMaxRmsNormColumns) / (kMaxThreads * kElements);
 static_assert(kMaxVectors == 2);
-
-template <typename T>
-struct alignas(16) Vector {
-  T at[kElements];
-};
-
-template <bool kAligned, typename T>
-__device__ Vector<T> Load(const T* pointer, int64_t vector) {
-  if constexpr (kAligned) {
-    return reinterpret_cast<const Vector<T>*>(pointer)[vector];
-  } else {
-    Vector<T> value;
-#pragma unroll
-    for (int i = 0; i < kElements; ++i) value.at[i] = pointer[vector * kElements + i];
-    return value;
-  }
-}
-template <bool kAligned, typename T>
-__device__ void Store(const Vector<T>& value, T* pointer, int64_t vector) {
-  if constexpr (kAligned) {
-    reinterpret_cast<Vector<T>*>(pointer)[vector] = value;
-  } else {
-#pragma unroll
-    for (int i = 0; i < kElements; ++i) pointer[vector * kElements + i] = value.at[i];
-  }
-}
-
-// Loads a vector of float32 if `wide`, else of T.
-template <bool kAligned, typename T>
-__device__ Vector<float> LoadFloats(const void* from, bool wide, int64_t vector) {
-  if (wide) return Load<kAligned>(static_cast<const float*>(from), vector);
-  const Vector<T> narrow = Load<kAligned>(static_cast<const T*>(from), vector);
-  Vector<float> value;
-#pragma unroll
-  for (int i = 0; i < kElements; ++i) value.at[i] = static_cast<float>(narrow.at[i]);
-  return value;
-}
-
-// The sum of `value` over all threads of the CTA.
-__device__ float SumOfBlock(float value) {
-  __shared__ float sums[kMaxThreads / 32];
-  for (int lanes = 16; lanes > 0; lanes /= 2) value += __shfl_xor_sync(~0u, value, lanes);
-  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = value;
-  __syncthreads();
-  value = threadIdx.x % 32 < blockDim.x / 32 ? sums[threadIdx.x % 32] : 0;
-  for (int lanes = 16; lanes > 0; lanes /= 2) value += __shfl_xor_sync(~0u, value, lanes);
-  return value;
-}
 
 // The threads that share a row: of a cluster, or of one CTA.
 struct Team {
@@ -232,7 +191,7 @@ __global__ void __launch_bounds__(Bounds<kForm, kVectors, kAddend>::kThreads,
   LaunchDependents();
   const Team team = FindTeam<kParts>(cta_shift);
   if (scale != nullptr) StartSum<kParts>(team);
-  const int64_t row = int64_t{team.row} * vectors;
+  const int64_t first = int64_t{team.row} * vectors;
   constexpr bool kLoadsEarly = Bounds<kForm, kVectors, kAddend>::kLoadsEarly;
   Vector<float> scales[kVectors];
   const auto load_scales = [&] {
@@ -253,7 +212,7 @@ __global__ void __launch_bounds__(Bounds<kForm, kVectors, kAddend>::kThreads,
     WaitForPreviousKernels();
     const int at = team.thread();
     if (at < vectors) {
-      sums[0] = Load<kAligned>(x, row + at);
+      sums[0] = Load<kAligned>(x, first + at);
       addends[0] = AddChoices<T>(choices, rows, team.row, vectors, at);
     }
   } else {
@@ -262,8 +221,8 @@ __global__ void __launch_bounds__(Bounds<kForm, kVectors, kAddend>::kThreads,
     for (int i = 0; i < kVectors; ++i) {
       const int at = i * team.threads() + team.thread();
       if (at >= vectors) break;
-      addends[i] = LoadFloats<kAligned, T>(addend, wide_addend, row + at);
-      if constexpr (kLoadsEarly) sums[i] = Load<kAligned>(x, row + at);
+      addends[i] = LoadFloats<kAligned, T>(addend, wide_addend, first + at);
+      if constexpr (kLoadsEarly) sums[i] = Load<kAligned>(x, first + at);
     }
   }
   if constexpr (kParts) AddParts(exchange, team, vectors, addends);
@@ -274,15 +233,10 @@ __global__ void __launch_bounds__(Bounds<kForm, kVectors, kAddend>::kThreads,
     const int at = i * team.threads() + team.thread();
     if (at >= vectors) break;
     if constexpr (!kLoadsEarly && kAddend != Addend::kChoices) {
-      sums[i] = Load<kAligned>(x, row + at);
+      sums[i] = Load<kAligned>(x, first + at);
     }
-#pragma unroll
-    for (int j = 0; j < kElements; ++j) {
-      sums[i].at[j] =
-          T(static_cast<float>(sums[i].at[j]) + static_cast<float>(T(addends[i].at[j])));
-      squares += static_cast<float>(sums[i].at[j]) * static_cast<float>(sums[i].at[j]);
-    }
-    Store<kAligned>(sums[i], sum, row + at);
+    row::AddTo(addends[i], sums[i], squares);
+    Store<kAligned>(sums[i], sum, first + at);
   }
   if (scale == nullptr) return;
   const float mean = SumOfTeam<kParts>(team, squares) / static_cast<float>(vectors * kElements);
@@ -295,11 +249,11 @@ __global__ void __launch_bounds__(Bounds<kForm, kVectors, kAddend>::kThreads,
     if (at >= vectors) break;
 #pragma unroll
     for (int j = 0; j < kElements; ++j) {
-      results[i].at[j] = T(static_cast<float>(sums[i].at[j]) * factor * scales[i].at[j]);
+      results[i].at[j] = row::Scaled(sums[i].at[j], factor, scales[i].at[j]);
       largest = max(largest, MagnitudeBits(static_cast<float>(results[i].at[j])));
     }
     if constexpr (kForm == Form::kFloats)
-      Store<kAligned>(results[i], static_cast<T*>(out), row + at);
+      Store<kAligned>(results[i], static_cast<T*>(out), first + at);
   }
   if constexpr (kForm != Form::kFloats) {
     constexpr bool kFloat8 = kForm == Form::kE4m3;
@@ -308,7 +262,7 @@ __global__ void __launch_bounds__(Bounds<kForm, kVectors, kAddend>::kThreads,
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       StoreRounded<kFloat8, kAligned>(results[i], divisor,
-                                      static_cast<uint8_t*>(out) + row * kElements,
+                                      static_cast<uint8_t*>(out) + first * kElements,
                                       i * blockDim.x + threadIdx.x, vectors);
     }
   }
