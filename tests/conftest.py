@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import resource
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,24 +14,27 @@ from typing import Any
 import hypothesis
 import jax
 import pytest
+from jax._src import compiler
 from jax._src.interpreters import mlir
 
 try:
-    from jax._src import lru_cache
-except ImportError:  # not public: other versions of JAX may lack it
-    lru_cache = None
+    from jax._src import compilation_cache, lru_cache
+except ImportError:  # not public: other versions of JAX may lack them
+    compilation_cache = lru_cache = None
 
 # Tests do not depend on the measured choices of this machine.
 os.environ["JAXLOWBIT_TUNED"] = ""
 # Tests start further processes on the same GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-# Compiling small programs takes most of the time: use one thread for each. jaxlib 0.10 can compile
-# them without XLA's fusion emitters, which take half of this time; later versions cannot. There,
-# `.ci/run newest` compiles the files in OPTIMIZED as users' programs are compiled.
+# Compiling small programs takes most of the time: use one thread for each, and not XLA's fusion
+# emitters, which take half of this time. With JAX after 0.10, the files in OPTIMIZED use them, as
+# users' programs do: `emitters`.
 FLAGS = ["--xla_cpu_parallel_codegen_split_count=1"]
 if importlib.metadata.version("jaxlib").startswith("0.10."):
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")
+else:
+    FLAGS.append("--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true")
 os.environ["XLA_FLAGS"] = " ".join([*FLAGS, os.environ.get("XLA_FLAGS", "")]).strip()
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -317,7 +321,20 @@ def optimization(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(DISABLE.upper(), str(int(disable)))
         jax.config.update(DISABLE, disable)
+        if optimized and jax.default_backend() == "cpu" and "extra_options" in FLAGS[-1]:
+            emitters(patch)
         yield
+
+
+def emitters(patch: pytest.MonkeyPatch) -> None:
+    """Compiles programs with XLA's fusion emitters, which FLAGS turns off."""
+    options = compiler.get_compile_options
+
+    def changed(*args: Any, env_options_overrides: Any = None, **named: Any) -> Any:
+        overrides = {"xla_backend_extra_options": "", **(env_options_overrides or {})}
+        return options(*args, env_options_overrides=overrides, **named)
+
+    patch.setattr(compiler, "get_compile_options", changed)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -369,9 +386,15 @@ CACHE: Any = getattr(lru_cache, "LRUCache", None)
 
 def put(self: Any, key: str, value: bytes) -> None:
     """`LRUCache.put`, in one step: another process may read the entry."""
-    with tempfile.NamedTemporaryFile(dir=self.path, delete=False) as file:
+    written = f"{self.path}/{os.getpid()}-{threading.get_ident()}"
+    with open(written, "wb") as file:
         file.write(value)
-    os.replace(file.name, self.path / f"{key}-cache")
+    os.replace(written, f"{self.path}/{key}-cache")
+
+
+def as_it_is(program: bytes) -> bytes:
+    """JAX's functions would compress programs, most of which are never read."""
+    return program
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -383,6 +406,9 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[PROGRAMS] = folder.name
     elif jax.config.jax_compilation_cache_dir is None:
         CACHE.put = put
+        for function in ("compress_executable", "decompress_executable"):
+            if hasattr(compilation_cache, function):
+                setattr(compilation_cache, function, as_it_is)
         jax.config.update("jax_compilation_cache_dir", os.environ[PROGRAMS])
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

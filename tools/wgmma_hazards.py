@@ -31,6 +31,7 @@ NO_REGISTERS = range(0)
 # More groups than a wait can leave running; a loop without a wait would add groups forever.
 MOST_GROUPS = 16
 WGMMA = 0xDF0, 0xDF1, 0xDF3  # the lowest 12 bits of its instruction: of 16 bits, int8, float8
+EXECUTABLE = 4  # a flag of ELF sections
 SHOWN = 20  # hazards
 
 LINE = re.compile(
@@ -273,9 +274,18 @@ def kernels(module: Path) -> Iterator[tuple[str, str]]:
 
 
 def _may_multiply(cubin: bytes) -> bool:
-    """Whether a cubin may contain a wgmma. Disassembling a cubin takes seconds."""
-    halves = np.frombuffer(cubin, "<u8", len(cubin) // 16 * 2)
-    return bool(np.isin(halves[::2] & 0xFFF, WGMMA).any())
+    """Whether the code of a cubin contains a wgmma. Disassembling a cubin takes seconds."""
+    sections, size, count = (
+        int.from_bytes(cubin[at : at + length], "little")
+        for at, length in ((0x28, 8), (0x3A, 2), (0x3C, 2))
+    )
+    for at in range(sections, sections + size * count, size):
+        flags, _, begin, length = np.frombuffer(cubin, "<u8", 4, at + 8)
+        if flags & EXECUTABLE:
+            halves = np.frombuffer(cubin, "<u8", int(length) // 8, int(begin))
+            if np.isin(halves[::2] & 0xFFF, WGMMA).any():
+                return True
+    return False
 
 
 def find_tool(name: str) -> str | None:

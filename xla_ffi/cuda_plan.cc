@@ -6,14 +6,10 @@
 #include <utility>
 
 #include "cuda/limits.h"
-#include "cuda/ops/attend.h"
 #include "cuda/ops/exchange.h"
-#include "cuda/ops/quantize_rows.h"
-#include "cuda/ops/rms_norm.h"
 #include "cuda/select/select.h"
-#include "xla_ffi/attend_operands.h"
 #include "xla_ffi/cuda_error.h"
-#include "xla_ffi/cuda_experts.h"
+#include "xla_ffi/cuda_steps.h"
 
 namespace jaxlowbit {
 namespace {
@@ -67,86 +63,9 @@ std::vector<int64_t> PlacesWritten(const Call& call, const Step& step) {
   return places;
 }
 
-class RoundStep final : public LoadedStep {
- public:
-  // The pointers of `rows` are not set.
-  RoundStep(const QuantizeRows& rows, const Address& floats, const Address& factor,
-            const Address& values, const Address& scale)
-      : rows_(rows), floats_(floats), factor_(factor), values_(values), scale_(scale) {}
-
-  cudaError_t Run(void* const* pointers, cudaStream_t stream) const override {
-    QuantizeRows rows = rows_;
-    rows.floats = PointerTo(floats_, pointers);
-    rows.factor = static_cast<const float*>(PointerTo(factor_, pointers));
-    rows.values = PointerTo(values_, pointers);
-    rows.scale = static_cast<float*>(PointerTo(scale_, pointers));
-    return LaunchQuantizeRows(rows, stream);
-  }
-
- private:
-  const QuantizeRows rows_;
-  const Address floats_, factor_, values_, scale_;
-};
-
-// The addresses of a normalization, in the order of the step's fields.
-struct NormAddresses {
-  Address x, addend, scales, total, out, out_scale;
-};
-
-class NormalizeStep final : public LoadedStep {
- public:
-  // The pointers of `norm` are not set.
-  NormalizeStep(const RmsNorm& norm, const NormAddresses& addresses, const Device& device)
-      : norm_(norm), at_(addresses), device_(device) {}
-
-  cudaError_t Run(void* const* pointers, cudaStream_t stream) const override {
-    RmsNorm norm = norm_;
-    norm.x = PointerTo(at_.x, pointers);
-    norm.addend = PointerTo(at_.addend, pointers);
-    norm.scale = PointerTo(at_.scales, pointers);
-    norm.sum = PointerTo(at_.total, pointers);
-    norm.out = PointerTo(at_.out, pointers);
-    norm.out_scale = static_cast<float*>(PointerTo(at_.out_scale, pointers));
-    return LaunchRmsNorm(norm, device_, stream);
-  }
-
- private:
-  const RmsNorm norm_;
-  const NormAddresses at_;
-  const Device& device_;
-};
-
 std::string NameOfCapability(int capability) {
   return std::to_string(capability / 10) + "." + std::to_string(capability % 10);
 }
-
-class AttendStep final : public LoadedStep {
- public:
-  // The pointers of `attend` are not set. `results`: the number of the first result.
-  AttendStep(const Attend& attend, const AttendBuffers& buffers, int results, const Room& room,
-             const Device& device)
-      : attend_(attend),
-        query_norm_(buffers.query_norm.element_count() > 0),
-        key_norm_(buffers.key_norm.element_count() > 0),
-        numbers_(buffers.numbers),
-        results_(results),
-        room_(room),
-        device_(device) {}
-
-  cudaError_t Run(void* const* pointers, cudaStream_t stream) const override {
-    Attend attend = attend_;
-    SetPointers(pointers, pointers + results_, numbers_, query_norm_, key_norm_, &attend);
-    return LaunchAttend(attend, PointerTo(room_.workspace, pointers), room_.bytes, device_, stream);
-  }
-
- private:
-  const Attend attend_;
-  const bool query_norm_, key_norm_;
-  const AttendNumbers numbers_;
-  const int results_;
-  const Room room_;
-  const Device& device_;
-};
 
 class Sequence {
  public:
@@ -163,6 +82,7 @@ class Sequence {
     if (error.failure() || IsEmpty()) return error;
     error = FindList();
     if (error.success()) error = FindDevices();
+    if (error.success()) error = FindMerged();
     std::vector<PlannedStep> results;
     if (error.success()) error = RedirectResults(&results);
     if (error.failure()) return error;
@@ -388,6 +308,54 @@ class Sequence {
     }
   }
 
+  // Checks sums of choices and routers. Finds the steps that the kernel of the next step computes, too: a sum that a
+  // normalization adds, and a normalization of the rows of a router.
+  ffi::Error FindMerged() {
+    for (size_t i = 0; i < call_.steps.size(); ++i) {
+      const Step& step = call_.steps[i];
+      CombineChoices choices;
+      RouteChoices route;
+      ffi::Error error = ffi::Error::Success();
+      if (step.kind == StepKind::kCombine)
+        error = ReadCombine(call_, step, *target_.device, &choices);
+      if (step.kind == StepKind::kRoute) error = ReadRoute(call_, step, *target_.device, &route);
+      if (error.failure()) return error;
+      if (step.kind == StepKind::kCombine && i + 1 < call_.steps.size()) {
+        const Step& next = call_.steps[i + 1];
+        if (next.kind == StepKind::kNormalize && next.addend == step.out &&
+            SupportsChoices(ReadNorm(next), choices) && AreAligned({step.x, step.out}) &&
+            AreAligned({next.x, next.total, next.out, next.scales})) {
+          merged_.push_back(&step);
+        }
+      }
+      if (step.kind == StepKind::kRoute && i > 0 &&
+          RoutesNormalized(call_.steps[i - 1], step, route)) {
+        merged_.push_back(&call_.steps[i - 1]);
+      }
+    }
+    return ffi::Error::Success();
+  }
+
+  bool RoutesNormalized(const Step& norm, const Step& step, const RouteChoices& route) {
+    return norm.kind == StepKind::kNormalize && norm.out == step.x && norm.scales != 0 &&
+           norm.addend != 0 && !MergesPrevious(norm) && SupportsNorm(route, ReadNorm(norm)) &&
+           AreAligned({norm.x, norm.addend, norm.scales, norm.total, norm.out, step.scales}) &&
+           !ways_.Overlap(ExtentAt(norm.x), ExtentAt(norm.total));
+  }
+
+  bool AreAligned(std::initializer_list<int64_t> places) {
+    return std::all_of(places.begin(), places.end(), [&](int64_t place) {
+      return place == 0 || ways_.IsAligned(AddressAt(place));
+    });
+  }
+
+  bool IsMerged(const Step& step) const {
+    return std::find(merged_.begin(), merged_.end(), &step) != merged_.end();
+  }
+  bool MergesPrevious(const Step& step) const {
+    return &step != call_.steps.data() && IsMerged((&step)[-1]);
+  }
+
   // Redirects to the workspace each result that overlaps another result, or a buffer that the same or a later step
   // reads. (PlanProducts does so for the products of one step.) `copies`: of these results, after all steps.
   ffi::Error RedirectResults(std::vector<PlannedStep>* copies) {
@@ -396,6 +364,10 @@ class Sequence {
     std::vector<std::vector<int64_t>> read, written;
     for (const Step& step : steps) {
       read.push_back(PlacesRead(call_, step));
+      if (MergesPrevious(step)) {
+        read.back().insert(read.back().end(), read[read.size() - 2].begin(),
+                           read[read.size() - 2].end());
+      }
       if (listed_ != nullptr) {  // later steps read them too
         for (int64_t place : {listed_->x, listed_->expert, listed_->offset}) {
           if (place != 0) read.back().push_back(place);
@@ -446,6 +418,7 @@ class Sequence {
 
   ffi::Error PlanStep(size_t i) {
     const Step& step = call_.steps[i];
+    if (IsMerged(step)) return ffi::Error::Success();
     switch (step.kind) {
       case StepKind::kMultiply:
         return Multiply(step);
@@ -535,8 +508,8 @@ class Sequence {
     return true;
   }
 
-  ffi::Error Normalize(const Step& step) {
-    started_ = true;
+  // The normalization of a step, except for pointers.
+  RmsNorm ReadNorm(const Step& step) const {
     const ffi::AnyBuffer x = call_.At(step.x);
     const auto type_at = [&](int64_t place) {
       return *FloatType(call_.At(place == 0 ? step.x : place).element_type());
@@ -557,9 +530,22 @@ class Sequence {
       norm.out_type = call_.At(step.out).element_type() == ffi::DataType::S8 ? ElementType::kInt8
                                                                              : ElementType::kE4m3;
     }
-    const NormAddresses addresses = {AddressAt(step.x),      AddressAt(step.addend),
-                                     AddressAt(step.scales), AddressAt(step.total),
-                                     AddressAt(step.out),    AddressAt(step.out_scale)};
+    return norm;
+  }
+
+  NormAddresses NormAt(const Step& step) const {
+    return {AddressAt(step.x),     AddressAt(step.addend), AddressAt(step.scales),
+            AddressAt(step.total), AddressAt(step.out),    AddressAt(step.out_scale)};
+  }
+
+  ffi::Error Normalize(const Step& step) {
+    started_ = true;
+    RmsNorm norm = ReadNorm(step);
+    NormAddresses addresses = NormAt(step);
+    if (MergesPrevious(step)) {
+      const ffi::Error error = ReadSum((&step)[-1], &norm.choices, &addresses.choices);
+      if (error.failure()) return error;
+    }
     Add(std::make_unique<NormalizeStep>(norm, addresses, *target_.device),
         "launching the normalization");
     return ffi::Error::Success();
@@ -576,25 +562,38 @@ class Sequence {
     Add(LoadGroup(call_, step, ExpertsAt(step), started_), "launching the grouping of choices");
   }
 
-  ffi::Error Combine(const Step& step) {
-    ExpertAddresses addresses = ExpertsAt(step);
-    int64_t experts = 0;
+  // The sum of choices of a step, except for pointers, and its addresses.
+  ffi::Error ReadSum(const Step& step, CombineChoices* choices, ExpertAddresses* addresses) const {
+    *addresses = ExpertsAt(step);
+    const ffi::Error error = ReadCombine(call_, step, *target_.device, choices);
     if (listed_ != nullptr && step.place == listed_->place) {  // that place is not written
-      addresses.place = {};
-      addresses.expert = AddressAt(listed_->expert), addresses.offset = AddressAt(listed_->offset);
-      experts = call_.At(listed_->sizes).dimensions()[0];
+      addresses->place = {};
+      addresses->expert = AddressAt(listed_->expert);
+      addresses->offset = AddressAt(listed_->offset);
+      choices->experts = static_cast<int>(call_.At(listed_->sizes).dimensions()[0]);
     }
-    std::unique_ptr<const LoadedStep> loaded;
-    const ffi::Error error = LoadCombine(call_, step, addresses, experts, *target_.device, &loaded);
-    if (error.success()) Add(std::move(loaded), "launching the sum of choices");
+    return error;
+  }
+
+  ffi::Error Combine(const Step& step) {
+    CombineChoices choices;
+    ExpertAddresses addresses;
+    const ffi::Error error = ReadSum(step, &choices, &addresses);
+    if (error.success()) Add(LoadCombine(choices, addresses), "launching the sum of choices");
     return error;
   }
 
   ffi::Error Route(const Step& step) {
-    std::unique_ptr<const LoadedStep> loaded;
-    const ffi::Error error =
-        LoadRoute(call_, step, ExpertsAt(step), started_, *target_.device, &loaded);
-    if (error.success()) Add(std::move(loaded), "launching the router");
+    RouteChoices route;
+    const ffi::Error error = ReadRoute(call_, step, *target_.device, &route);
+    if (error.failure()) return error;
+    route.pdl = started_;
+    NormAddresses norm;
+    if (MergesPrevious(step)) {
+      route.norm = ReadNorm((&step)[-1]);
+      norm = NormAt((&step)[-1]);
+    }
+    Add(LoadRoute(route, ExpertsAt(step), norm), "launching the router");
     return error;
   }
 
@@ -641,8 +640,9 @@ class Sequence {
   Room room_;
   Exchange exchange_;
   float epsilon_ = 0;
-  bool started_;                  // a kernel of the handler has been launched
-  const Step* listed_ = nullptr;  // a grouping of choices that no kernel computes
+  bool started_;                     // a kernel of the handler has been launched
+  const Step* listed_ = nullptr;     // a grouping of choices that no kernel computes
+  std::vector<const Step*> merged_;  // steps that the kernel of the next step computes, too
   std::vector<std::pair<int64_t, Address>> moved_;
   std::vector<PlannedProduct> products_;
 };

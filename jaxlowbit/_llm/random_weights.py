@@ -31,7 +31,8 @@ def random_weights(
     mesh: jax.sharding.Mesh | None = None,
 ) -> dict[str, Weight]:
     """Weights for `Decoder`: matrices of random packed words, norms of ones, biases and sinks of
-    zeros, routers of random floats.
+    zeros, routers of random floats. All but matrices are float32, as from files: a decode step
+    would convert others in every layer.
 
     Scales are such that a product preserves the magnitude of its input. No float matrix is made
     unless `format` is None. With a mesh, each weight is placed on its devices before the next one
@@ -52,7 +53,7 @@ def random_weights(
             weight = jax.random.normal(own, shape, kind) * shape[-2] ** -0.5
         else:
             zeros = name.endswith(("_bias", "sinks"))
-            weight = jnp.full(shape, 0.0 if zeros else 1.0 - config.norm_offset, dtype)
+            weight = jnp.full(shape, 0.0 if zeros else 1.0 - config.norm_offset, jnp.float32)
         weights[name] = weight if division is None else division.place(name, weight)
     return weights
 

@@ -21,7 +21,7 @@ from golden_architectures import CASES, PATH, TOKENS, mxfp4  # noqa: E402
 from golden_files import hf_weights, keys_of, tensors_of  # noqa: E402
 from model_files import load, write_folder, write_gguf  # noqa: E402
 
-from jaxlowbit import INT8, MXFP4, Format  # noqa: E402
+from jaxlowbit import INT8, MXFP4, Format, QuantizedArray  # noqa: E402
 from jaxlowbit._llm import experts  # noqa: E402
 from jaxlowbit._llm.bench import SHAPES  # noqa: E402
 from jaxlowbit._llm.huggingface import config_of  # noqa: E402
@@ -286,6 +286,9 @@ def test_bench_models_have_the_published_sizes(name, billions):
     assert numbers == pytest.approx(billions * 1e9, rel=0.003)
     small = config.replace(layers=1, window_layers=(), vocabulary=128, experts=8)
     made = jax.eval_shape(lambda: random_weights(small, MXFP4))
+    # A decode step would convert biases and sinks of another dtype in every layer.
+    others = [x for x in made.values() if not isinstance(x, QuantizedArray)]
+    assert {x.dtype for x in others} == {np.dtype("float32")}
     stored = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(made))
     assert stored < 0.55 * sum(math.prod(shape) for shape in small.shapes().values())
 

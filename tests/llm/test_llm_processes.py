@@ -80,7 +80,7 @@ def found(model, operands, tmp_path_factory):
     folder, address = tmp_path_factory.mktemp("processes"), f"localhost:{free_port()}"
     for name, values in zip(("weight", "x"), operands, strict=True):
         np.save(folder / f"{name}.npy", values)
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "JAX_NUM_CPU_DEVICES": "1"}
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
     run = [sys.executable, "-c", PROGRAM]
     processes = [
         subprocess.Popen(
