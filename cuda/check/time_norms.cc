@@ -124,6 +124,42 @@ struct Case {
   Values values;
 };
 
+QuantizedMatmul ProblemOf(const Case& c, int64_t n) {
+  QuantizedMatmul p;
+  p.lhs = p.out = p.scale = p.epilogue.bias = p.epilogue.residual = c.type;
+  p.m = c.rows, p.n = n, p.k = c.columns;
+  p.bits = c.bits, p.group_size = GroupSize(c.group_size, p.k, p.scale);
+  p.zero = c.zero;
+  p.pdl = true;
+  p.epilogue.gated = c.gated;
+  if (c.gated) p.epilogue.activation = Activation::kSilu;
+  p.num_weights = p.weights_per_element();
+  return p;
+}
+
+// Starts compiling what a case launches and the binary lacks, on all cores.
+void StartCompilingCase(const Case& c) {
+  StartCompiling([&](const Target& target) {
+    std::vector<PlannedProduct> products;
+    int buffers = 0;
+    const auto next = [&] { return Address{buffers++, 0}; };
+    const Address lhs = next();
+    for (int64_t n : c.n) {
+      products.push_back({ProblemOf(c, n), {}});
+      products.back().buffers.lhs = lhs;
+      products.back().buffers.out = next();
+    }
+    Ways typical(nullptr);
+    std::vector<PlannedStep> apart;
+    PlanProducts(std::move(products), target, {{}, kMaxWorkspaceBytes}, &typical, &apart);
+    std::vector<PlannedStep> plan = apart;
+    MergeNorm({c.type, c.type, c.type, c.rows, c.columns, kEpsilon, next(), next(), next(), next()},
+              *target.device, &typical, &plan);
+    plan.insert(plan.end(), apart.begin(), apart.end());
+    return plan;
+  });
+}
+
 template <typename T>
 std::vector<T> Floats(int64_t count, uint32_t seed, float size) {
   std::mt19937 random(seed);
@@ -173,7 +209,7 @@ class CaseData {
         sum_(addend_.bytes() + kBehind),
         normed_(addend_.bytes()) {
     for (size_t i = 0; i < c.n.size(); ++i) {
-      problems_.push_back(ProblemOf(c.n[i]));
+      problems_.push_back(ProblemOf(c, c.n[i]));
       data_.emplace_back(problems_[i], Optional(), 1, seed + i);
     }
   }
@@ -219,19 +255,6 @@ class CaseData {
   }
 
  private:
-  QuantizedMatmul ProblemOf(int64_t n) const {
-    QuantizedMatmul p;
-    p.lhs = p.out = p.scale = p.epilogue.bias = p.epilogue.residual = case_.type;
-    p.m = case_.rows, p.n = n, p.k = case_.columns;
-    p.bits = case_.bits, p.group_size = GroupSize(case_.group_size, p.k, p.scale);
-    p.zero = case_.zero;
-    p.pdl = true;
-    p.epilogue.gated = case_.gated;
-    if (case_.gated) p.epilogue.activation = Activation::kSilu;
-    p.num_weights = p.weights_per_element();
-    return p;
-  }
-
   const Case case_;
   DeviceBuffer x_, addend_, late_, scale_, sum_, normed_;
   std::vector<QuantizedMatmul> problems_;
@@ -373,7 +396,9 @@ void TimeModel(const Model& model, int64_t rows, int bits) {
 std::pair<int, int> CheckNorms(uint64_t stride) {
   int correct = 0, wrong = 0, merged = 0;
   uint32_t turn = 0;
-  for (const Case& c : Cases()) {
+  const std::vector<Case> cases = Cases();
+  for (size_t i = stride - 1; i < cases.size(); i += stride) StartCompilingCase(cases[i]);
+  for (const Case& c : cases) {
     if (++turn % stride != 0) continue;
     const CaseData data(c, turn);
     const Written want = data.Run(false), got = data.Run(true), again = data.Run(true);

@@ -43,7 +43,7 @@ ROUNDS = (
     "jaxlowbit::sm90_stream::QmmSm90StreamKernel<jaxlowbit::sm90_stream::Instance"
     f"<__nv_bfloat16, float, {NONE}, 8, 4, 2, jaxlowbit::sm90_stream::LhsPath::kRounds>>"
 )
-NORMALIZES = ROUNDS.replace("kRounds", "kNormalizes").replace("float", "__nv_bfloat16")
+NORMALIZES = ROUNDS.replace("kRounds", "kNormalizes").replace(", float,", ", __nv_bfloat16,")
 SMALL = [("sm80_transposed", INSTANCES["sm80_transposed"])]  # compiles in the shortest time
 
 pytestmark = pytest.mark.skipif(not BUILD["cuda"], reason="this build has no CUDA kernels")
