@@ -48,7 +48,7 @@ std::vector<InstanceKey> InstancesOf(int bits) {
     key.variant = kRounds.number();
     if (key.lhs == ElementType::kBf16 && !HasTwoLevels(key.scale)) keys.push_back(key);
     key.variant = kNormalizes.number();
-    keys.push_back(key);
+    if (MayNormalize(bits, key.scale, key.zero)) keys.push_back(key);
   });
   return keys;
 }

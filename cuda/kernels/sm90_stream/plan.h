@@ -57,6 +57,11 @@ static_assert(kMaxRoundedRows <= kWarps);
 inline constexpr int kMaxNormalizedRows = 2;
 inline constexpr int kSquaresBytes = kMaxNormalizedRows * 32 * 4;
 
+// Whether instances with kNormalizes exist for a format: one would spill registers.
+constexpr bool MayNormalize(int bits, ElementType scale, ZeroKind zero) {
+  return bits != 3 || !HasTwoLevels(scale) || zero != ZeroKind::kFloat;
+}
+
 // Maximum atoms per warp and stage, for tiles of `block_m` rows.
 constexpr int MaxWarpAtoms(int bits, int block_m) { return bits < 4 && block_m == 8 ? 4 : 2; }
 

@@ -170,7 +170,8 @@ LhsPath LhsPathOf(const QuantizedMatmul& problem, const Device& device, const Ch
 
 bool MayNormalize(const QuantizedMatmul& problem, const Device& device, const Choice& choice) {
   const bool is_plain = problem.batch == 1 && problem.permuted_parts == 0 && !problem.is_ragged() &&
-                        !problem.apply_lhs_scale;
+                        !problem.apply_lhs_scale &&
+                        MayNormalize(problem.bits, problem.scale, problem.zero);
   if (!is_plain || choice.kernel != Kernel::kQmmSm90Stream || problem.m > kMaxNormalizedRows ||
       problem.k > kMaxRmsNormColumns || !device.can_compile()) {
     return false;
