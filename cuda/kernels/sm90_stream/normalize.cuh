@@ -57,9 +57,11 @@ class RowNormalizer {
     NormVector<T> next[kScales];
     LoadScales(kScales, next);
     SynchronizeConsumers();
-    float factors[kMaxNormalizedRows];
+    float factors[kMaxNormalizedRows] = {};
 #pragma unroll
-    for (int row = 0; row < kMaxNormalizedRows; ++row) factors[row] = FactorOf(row, warps);
+    for (int row = 0; row < kMaxNormalizedRows; ++row) {
+      if (row < p_.m) factors[row] = FactorOf(row, warps);
+    }
     Scale(0, scales_, factors);
 #pragma unroll 1
     for (int vector = kScales; vector * kConsumerThreads < count_; vector += kScales) {
@@ -146,11 +148,10 @@ class RowNormalizer {
     }
   }
 
-  // The factor of a row; of a row that does not exist, anything.
+  // The factor of a row.
   __device__ float FactorOf(int row, int warps) const {
     const int lane = threadIdx.x % 32;
-    const bool exists = row < p_.m && lane < warps;
-    const float squares = exists ? __uint_as_float(LoadShared4(Squares(row, lane))) : 0;
+    const float squares = lane < warps ? __uint_as_float(LoadShared4(Squares(row, lane))) : 0;
     const auto columns = static_cast<float>(vectors_ * kSquaresElements);
     return rsqrtf(__fdiv_rn(SumOfLanes(squares), columns) + p_.norm.epsilon);
   }
