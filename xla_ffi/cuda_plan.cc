@@ -9,17 +9,18 @@
 #include "cuda/ops/exchange.h"
 #include "cuda/select/select.h"
 #include "xla_ffi/cuda_error.h"
+#include "xla_ffi/cuda_normalize.h"
 #include "xla_ffi/cuda_steps.h"
 
 namespace jaxlowbit {
 namespace {
 
-std::vector<int64_t> PlacesRead(const Call& call, const Step& step) {
+std::vector<int64_t> PlacesRead(const std::vector<Product>& products, const Step& step) {
   std::vector<int64_t> places;
   switch (step.kind) {
     case StepKind::kMultiply:
       for (int64_t i = step.first; i < step.first + step.count; ++i) {
-        const Places& at = call.products[i].places;
+        const Places& at = products[i].places;
         for (int64_t place :
              {at.lhs, at.packed, at.scale, at.zero, at.unit, at.index, at.group_sizes,
               at.group_offset, at.permutation, at.bias, at.residual, at.lhs_scale}) {
@@ -61,6 +62,30 @@ std::vector<int64_t> PlacesWritten(const Call& call, const Step& step) {
   }
   places.erase(std::remove(places.begin(), places.end(), 0), places.end());
   return places;
+}
+
+// Whether the normalized rows of step `i` are read only by the products of the next step, as lhs.
+bool OnlyNextMultiplies(const std::vector<Product>& products, const std::vector<Step>& steps,
+                        size_t i) {
+  const Step& step = steps[i];
+  if (step.kind != StepKind::kNormalize || step.scales == 0 || step.addend == 0 || step.out >= 0 ||
+      step.out_scale != 0 || i + 1 == steps.size() || steps[i + 1].kind != StepKind::kMultiply) {
+    return false;
+  }
+  const auto reads = [&](const Step& other) {
+    const std::vector<int64_t> places = PlacesRead(products, other);
+    return std::count(places.begin(), places.end(), step.out);
+  };
+  const Step& next = steps[i + 1];
+  for (int64_t j = next.first; j < next.first + next.count; ++j) {
+    if (products[j].places.lhs != step.out) return false;
+  }
+  if (reads(next) != next.count) return false;
+  for (size_t j = i + 2; j < steps.size(); ++j) {
+    if (reads(steps[j]) > 0) return false;
+    if (steps[j].kind == StepKind::kNormalize && steps[j].out == step.out) break;  // written anew
+  }
+  return true;
 }
 
 std::string NameOfCapability(int capability) {
@@ -154,60 +179,13 @@ class Sequence {
       }
     }
     for (const Step& step : call_.steps) {
-      const ffi::Error error = step.kind == StepKind::kNormalize ? CheckNormalize(step)
+      const ffi::Error error = step.kind == StepKind::kNormalize ? CheckNormalize(call_, step)
                                : step.kind == StepKind::kRound   ? CheckRound(step)
                                                                  : ffi::Error::Success();
       if (error.failure()) return error;
     }
     epsilon_ = call_.attributes.Find<float>("epsilon").value_or(0);
     return ffi::Error::Success();
-  }
-
-  ffi::Error CheckNormalize(const Step& step) const {
-    if (step.x == 0 || step.total == 0) return InvalidArgument("a normalization has no rows.");
-    const ffi::AnyBuffer x = call_.At(step.x);
-    const ffi::DataType type = x.element_type();
-    const auto elements = static_cast<int64_t>(x.element_count());
-    const auto has_type = [&](const char* name, int64_t place, bool wide) {
-      const ffi::AnyBuffer buffer = call_.At(place);
-      return CheckType(
-          name, buffer,
-          buffer.element_type() == type || (wide && buffer.element_type() == ffi::DataType::F32),
-          wide ? "f32 or the type of the rows" : "the type of the rows");
-    };
-    ffi::Error error = CheckType("rows", x, FloatType(type).has_value(), "f32, bf16 or f16");
-    if (error.success()) error = CheckRank("rows", x, 3, "[1, m, columns]");
-    if (error.failure()) return error;
-    const int64_t columns = x.dimensions()[2];
-    if (columns % 8 != 0 || columns > kMaxRmsNormColumns) {
-      return InvalidArgument("rows are normalized that have " + std::to_string(columns) +
-                             " elements, but it must be a multiple of 8 up to " +
-                             std::to_string(kMaxRmsNormColumns) + ".");
-    }
-    error = has_type("sum", step.total, false);
-    if (error.success()) error = CheckCount("sum", call_.At(step.total), elements, "the rows'");
-    if (error.success() && step.addend != 0) {
-      error = has_type("addend", step.addend, true);
-      if (error.success()) {
-        error = CheckCount("addend", call_.At(step.addend), elements, "the rows'");
-      }
-    }
-    if (error.failure() || step.scales == 0) return error;
-    if (step.out == 0) return InvalidArgument("a normalization with scales has no result.");
-    const ffi::AnyBuffer out = call_.At(step.out);
-    error = has_type("norm", step.scales, true);
-    if (error.success()) error = CheckShape("norm", call_.At(step.scales), {columns}, "[columns]");
-    if (error.success()) error = CheckCount("normed", out, elements, "the rows'");
-    if (error.failure() || step.out_scale == 0) {
-      return error.failure() ? error : has_type("normed", step.out, false);
-    }
-    error = CheckType("normed", out, IsQuantized(out.element_type()), "s8 or f8e4m3fn");
-    if (error.failure()) return error;
-    return CheckCount("lhs_scale", call_.At(step.out_scale), elements / columns, "rows");
-  }
-
-  static bool IsQuantized(ffi::DataType type) {
-    return type == ffi::DataType::S8 || type == ffi::DataType::F8E4M3FN;
   }
 
   ffi::Error CheckRound(const Step& step) const {
@@ -323,7 +301,7 @@ class Sequence {
       if (step.kind == StepKind::kCombine && i + 1 < call_.steps.size()) {
         const Step& next = call_.steps[i + 1];
         if (next.kind == StepKind::kNormalize && next.addend == step.out &&
-            SupportsChoices(ReadNorm(next), choices) && AreAligned({step.x, step.out}) &&
+            SupportsChoices(NormAsRead(next), choices) && AreAligned({step.x, step.out}) &&
             AreAligned({next.x, next.total, next.out, next.scales})) {
           merged_.push_back(&step);
         }
@@ -338,7 +316,7 @@ class Sequence {
 
   bool RoutesNormalized(const Step& norm, const Step& step, const RouteChoices& route) {
     return norm.kind == StepKind::kNormalize && norm.out == step.x && norm.scales != 0 &&
-           norm.addend != 0 && !MergesPrevious(norm) && SupportsNorm(route, ReadNorm(norm)) &&
+           norm.addend != 0 && !MergesPrevious(norm) && SupportsNorm(route, NormAsRead(norm)) &&
            AreAligned({norm.x, norm.addend, norm.scales, norm.total, norm.out, step.scales}) &&
            !ways_.Overlap(ExtentAt(norm.x), ExtentAt(norm.total));
   }
@@ -363,7 +341,7 @@ class Sequence {
     if (steps.size() < 2) return ffi::Error::Success();
     std::vector<std::vector<int64_t>> read, written;
     for (const Step& step : steps) {
-      read.push_back(PlacesRead(call_, step));
+      read.push_back(PlacesRead(call_.products, step));
       if (MergesPrevious(step)) {
         read.back().insert(read.back().end(), read[read.size() - 2].begin(),
                            read[read.size() - 2].end());
@@ -425,7 +403,7 @@ class Sequence {
       case StepKind::kRound:
         return Round(step, i);
       case StepKind::kNormalize:
-        return Normalize(step);
+        return Normalize(step, i);
       case StepKind::kAttend:
         return Attention();
       case StepKind::kGroup:
@@ -458,6 +436,12 @@ class Sequence {
     const std::string what = Describe(products[0].problem, ordinal(), products.size() - 1);
     const std::string error = PlanProducts(std::move(products), target_, room_, &ways_, &plan);
     if (!error.empty()) return InvalidArgument(error);
+    const Step* norm = std::exchange(waiting_, nullptr);
+    if (norm != nullptr && !MergeNorm(PlannedNormOf(NormAsRead(*norm), NormAt(*norm)),
+                                      *target_.device, &ways_, &plan)) {
+      const ffi::Error added = AddNorm(*norm);
+      if (added.failure()) return added;
+    }
     return Load(plan, "launching ", what);
   }
 
@@ -508,29 +492,16 @@ class Sequence {
     return true;
   }
 
-  // The normalization of a step, except for pointers.
-  RmsNorm ReadNorm(const Step& step) const {
-    const ffi::AnyBuffer x = call_.At(step.x);
-    const auto type_at = [&](int64_t place) {
-      return *FloatType(call_.At(place == 0 ? step.x : place).element_type());
-    };
-    RmsNorm norm = {type_at(step.x),
-                    type_at(step.scales),
-                    type_at(step.addend),
-                    x.dimensions()[0] * x.dimensions()[1],
-                    x.dimensions()[2],
-                    nullptr,
-                    nullptr,
-                    nullptr,
-                    nullptr,
-                    nullptr,
-                    epsilon_,
-                    exchange_};
-    if (step.out_scale != 0) {
-      norm.out_type = call_.At(step.out).element_type() == ffi::DataType::S8 ? ElementType::kInt8
-                                                                             : ElementType::kE4m3;
+  // Leaves the normalization to the products of the next step if they may merge it; else appends it.
+  ffi::Error Normalize(const Step& step, size_t i) {
+    const bool waits = started_ && exchange_.parts == 1 && !MergesPrevious(step) &&
+                       OnlyNextMultiplies(call_.products, call_.steps, i);
+    started_ = true;
+    if (waits) {
+      waiting_ = &step;
+      return ffi::Error::Success();
     }
-    return norm;
+    return AddNorm(step);
   }
 
   NormAddresses NormAt(const Step& step) const {
@@ -538,16 +509,16 @@ class Sequence {
             AddressAt(step.total), AddressAt(step.out),    AddressAt(step.out_scale)};
   }
 
-  ffi::Error Normalize(const Step& step) {
-    started_ = true;
-    RmsNorm norm = ReadNorm(step);
+  RmsNorm NormAsRead(const Step& step) const { return ReadNorm(call_, step, epsilon_, exchange_); }
+
+  ffi::Error AddNorm(const Step& step) {
+    RmsNorm norm = NormAsRead(step);
     NormAddresses addresses = NormAt(step);
     if (MergesPrevious(step)) {
       const ffi::Error error = ReadSum((&step)[-1], &norm.choices, &addresses.choices);
       if (error.failure()) return error;
     }
-    Add(std::make_unique<NormalizeStep>(norm, addresses, *target_.device),
-        "launching the normalization");
+    Add(LoadNormalize(norm, addresses, *target_.device), "launching the normalization");
     return ffi::Error::Success();
   }
 
@@ -590,7 +561,7 @@ class Sequence {
     route.pdl = started_;
     NormAddresses norm;
     if (MergesPrevious(step)) {
-      route.norm = ReadNorm((&step)[-1]);
+      route.norm = NormAsRead((&step)[-1]);
       norm = NormAt((&step)[-1]);
     }
     Add(LoadRoute(route, ExpertsAt(step), norm), "launching the router");
@@ -642,10 +613,35 @@ class Sequence {
   float epsilon_ = 0;
   bool started_;                     // a kernel of the handler has been launched
   const Step* listed_ = nullptr;     // a grouping of choices that no kernel computes
-  std::vector<const Step*> merged_;  // steps that the kernel of the next step computes, too
+  const Step* waiting_ = nullptr;    // a normalization that the next products may merge
+  std::vector<const Step*> merged_;  // other steps that the kernel of the next step computes, too
   std::vector<std::pair<int64_t, Address>> moved_;
   std::vector<PlannedProduct> products_;
 };
+
+// Any distinct numbers.
+Address TypicalAddress(int64_t place) {
+  return {static_cast<int>(place == 0 ? -1 : place > 0 ? 2 * place : -2 * place + 1), 0};
+}
+
+// A normalization in front of a product, as far as attributes say; the type of its scales does not matter.
+PlannedNorm TypicalNorm(const std::vector<Product>& products, const Step& step,
+                        const QuantizedMatmul& next) {
+  ElementType addend = next.lhs;
+  for (const Product& product : products) {
+    if (product.places.out == step.addend) addend = product.problem.out;
+  }
+  return {next.lhs,
+          addend,
+          next.lhs,
+          next.m,
+          next.k,
+          0,
+          TypicalAddress(step.x),
+          TypicalAddress(step.addend),
+          TypicalAddress(step.scales),
+          TypicalAddress(step.total)};
+}
 
 }  // namespace
 
@@ -662,11 +658,7 @@ std::vector<PlannedStep> PlanAttributes(const std::vector<Product>& products,
     located.push_back({product.problem, {}});
     Addresses& b = located.back().buffers;
     b.codebook = product.codebook;
-    // Any distinct numbers.
-    const auto address = [](int64_t place) {
-      return Address{static_cast<int>(place == 0 ? -1 : place > 0 ? 2 * place : -2 * place + 1), 0};
-    };
-#define JAXLOWBIT_PLACE(name) b.name = address(product.places.name);
+#define JAXLOWBIT_PLACE(name) b.name = TypicalAddress(product.places.name);
 #include "xla_ffi/call.def"
   }
   const Address workspace = {0, 0};
@@ -691,7 +683,15 @@ std::vector<PlannedStep> PlanAttributes(const std::vector<Product>& products,
       if (!Supports(p, *target.device)) return plan;
     }
     Ways typical(nullptr);
-    PlanProducts(std::move(together), target, {workspace, kMaxWorkspaceBytes}, &typical, &plan);
+    std::vector<PlannedStep> own;
+    PlanProducts(std::move(together), target, {workspace, kMaxWorkspaceBytes}, &typical, &own);
+    const size_t number = &step - steps.data();
+    if (number > 1 && steps[number - 2].kind != StepKind::kCombine &&
+        OnlyNextMultiplies(products, steps, number - 1)) {
+      MergeNorm(TypicalNorm(products, steps[number - 1], first->problem), *target.device, &typical,
+                &own);
+    }
+    plan.insert(plan.end(), own.begin(), own.end());
   }
   return plan;
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Steps of a call that are not products or experts: their kernels, and where their buffers are.
+// Steps of a call that round rows or attend: their kernels, and where their buffers are.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -8,9 +8,7 @@
 #include "cuda/launch.h"
 #include "cuda/ops/attend.h"
 #include "cuda/ops/quantize_rows.h"
-#include "cuda/ops/rms_norm.h"
 #include "xla_ffi/attend_operands.h"
-#include "xla_ffi/cuda_experts.h"
 
 namespace jaxlowbit {
 
@@ -33,24 +31,6 @@ class RoundStep final : public LoadedStep {
  private:
   const QuantizeRows rows_;
   const Address floats_, factor_, values_, scale_;
-};
-
-class NormalizeStep final : public LoadedStep {
- public:
-  // The pointers of `norm` are not set.
-  NormalizeStep(const RmsNorm& norm, const NormAddresses& addresses, const Device& device)
-      : norm_(norm), at_(addresses), device_(device) {}
-
-  cudaError_t Run(void* const* pointers, cudaStream_t stream) const override {
-    RmsNorm norm = norm_;
-    SetPointers(at_, pointers, &norm);
-    return LaunchRmsNorm(norm, device_, stream);
-  }
-
- private:
-  const RmsNorm norm_;
-  const NormAddresses at_;
-  const Device& device_;
 };
 
 class AttendStep final : public LoadedStep {

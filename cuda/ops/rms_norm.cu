@@ -16,6 +16,7 @@
 
 #include "cuda/device/cluster.cuh"
 #include "cuda/device/pdl.cuh"
+#include "cuda/device/row_squares.cuh"
 #include "cuda/extents.h"
 #include "cuda/kernels/launch_config.h"
 #include "cuda/limits.h"
@@ -36,7 +37,7 @@ using row::SumOfBlock;
 using row::Vector;
 
 constexpr int kMaxVectors = static_cast<int>(kMaxRmsNormColumns) / (kMaxThreads * kElements);
-static_assert(kMaxVectors == 2);
+static_assert(kMaxVectors == 2 && kMaxThreads == kMaxSquaresThreads);
 
 // The threads that share a row: of a cluster, or of one CTA.
 struct Team {
@@ -68,16 +69,14 @@ __device__ float SumOfTeam(const Team& team, float value) {
   if (kSpread && team.ctas > 1) {
     __shared__ float sums[kMaxThreads / 32];
     const int lane = threadIdx.x % 32, warps = team.threads() / 32;
-    for (int lanes = 16; lanes > 0; lanes /= 2) value += __shfl_xor_sync(~0u, value, lanes);
+    value = SumOfLanes(value);
     __syncwarp();
     WaitForArrivals();
     if (lane < team.ctas) StoreToRank(&sums[team.thread() / 32], lane, value);
     __syncwarp();
     ReleaseToCluster();
     WaitForArrivals();
-    value = lane < warps ? sums[lane] : 0;
-    for (int lanes = 16; lanes > 0; lanes /= 2) value += __shfl_xor_sync(~0u, value, lanes);
-    return value;
+    return SumOfLanes(lane < warps ? sums[lane] : 0);
   }
 #endif
   return SumOfBlock(value);
@@ -328,7 +327,7 @@ int CtaShift(const RmsNorm& norm, int warps, const Device& device) {
 template <typename T>
 cudaError_t Launch(const RmsNorm& norm, const Device& device, cudaStream_t stream) {
   const int vectors = static_cast<int>(norm.columns / kElements);
-  const int warps = static_cast<int>(std::min<int64_t>(kMaxThreads / 32, CeilDiv(vectors, 32)));
+  const int warps = SquaresWarps(vectors);
   const int cta_shift = CtaShift(norm, warps, device), ctas = 1 << cta_shift;
   const LaunchConfig launch(norm.rows * ctas, static_cast<int>(CeilDiv(warps, ctas)) * 32, 0,
                             stream, device.compute_capability >= 90, ctas > 1 ? ctas : 0);

@@ -5,11 +5,12 @@
 
 #include <cstdint>
 
+#include "cuda/device/row_squares.cuh"
 #include "cuda/ops/rounded_row.cuh"
 
 namespace jaxlowbit::row {
 
-inline constexpr int kElements = 8;  // per vector
+inline constexpr int kElements = kSquaresElements;  // per vector
 
 template <typename T>
 struct alignas(16) Vector {
@@ -51,12 +52,10 @@ __device__ Vector<float> LoadFloats(const void* from, bool wide, int64_t vector)
 // The sum of `value` over all threads of the CTA.
 __device__ inline float SumOfBlock(float value) {
   __shared__ float sums[kMaxThreads / 32];
-  for (int lanes = 16; lanes > 0; lanes /= 2) value += __shfl_xor_sync(~0u, value, lanes);
+  value = SumOfLanes(value);
   if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = value;
   __syncthreads();
-  value = threadIdx.x % 32 < blockDim.x / 32 ? sums[threadIdx.x % 32] : 0;
-  for (int lanes = 16; lanes > 0; lanes /= 2) value += __shfl_xor_sync(~0u, value, lanes);
-  return value;
+  return SumOfLanes(threadIdx.x % 32 < blockDim.x / 32 ? sums[threadIdx.x % 32] : 0);
 }
 
 // Adds an addend, rounded, to a vector, and the squares of the rounded sums to `squares`.
