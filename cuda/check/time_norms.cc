@@ -273,7 +273,7 @@ std::vector<Case> Cases() {
           for (size_t i = 0; i < widths.size(); ++i, ++turn) {
             constexpr int64_t kSizes[] = {64, 32, -1, 128};
             constexpr ZeroKind kZeros[] = {ZeroKind::kNone, ZeroKind::kInteger, ZeroKind::kFloat};
-            cases.push_back({type, rows, columns, widths[i], bits, kSizes[turn % 4],
+            cases.push_back({type, rows, columns, widths[i], bits, kSizes[(turn + turn / 4) % 4],
                              kZeros[turn % 7 % 3], i == 2, turn % 3 == 0,
                              static_cast<Values>(turn % 5)});
           }
