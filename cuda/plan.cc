@@ -3,7 +3,6 @@
 #include "cuda/plan.h"
 
 #include <algorithm>
-#include <iterator>
 #include <limits>
 #include <utility>
 
@@ -291,46 +290,6 @@ std::string PlanProducts(std::vector<PlannedProduct> products, const Target& tar
   };
   products.erase(std::remove_if(products.begin(), products.end(), is_empty), products.end());
   return Planner(target, room, ways, steps).Run(std::move(products));
-}
-
-bool MergeNorm(const PlannedNorm& norm, const Device& device, Ways* ways,
-               std::vector<PlannedStep>* plan) {
-  if (plan->size() != 1 || plan->front().kind != Kind::kMultiply) return false;
-  PlannedStep& step = plan->front();
-  const QuantizedMatmul& p = step.problem;
-  if (norm.type != p.lhs || norm.addend_type != p.lhs || norm.rows != p.m || norm.columns != p.k ||
-      !p.pdl || !sm90_stream::MayNormalize(p, device, step.choice)) {
-    return false;
-  }
-  for (const Address& address : {norm.x, norm.addend, norm.scale, norm.sum}) {
-    if (address == nullptr || !ways->IsAligned(address)) return false;
-  }
-  const int64_t bytes = p.m * p.k * SizeOf(p.lhs);
-  const AddressExtent sum = {norm.sum, bytes};
-  const AddressExtent read[] = {
-      {norm.x, bytes}, {norm.addend, bytes}, {norm.scale, p.k * SizeOf(norm.scale_type)}};
-  const auto is_read = [&](const AddressExtent& written) {
-    return std::any_of(std::begin(read), std::end(read),
-                       [&](const AddressExtent& extent) { return ways->Overlap(written, extent); });
-  };
-  if (is_read(sum)) return false;
-  for (const auto& [problem, buffers] : step.products) {
-    if (is_read(OutExtent(problem, buffers))) return false;
-    Addresses others = buffers;
-    others.lhs = {};  // the normalized rows
-    for (const AddressExtent& operand : OperandExtents(problem, others, false)) {
-      if (ways->Overlap(sum, operand)) return false;
-    }
-  }
-  step.problem.normalizes = true;
-  step.norm = norm;
-  for (PlannedProduct& product : step.products) {
-    product.buffers.lhs = norm.x;
-    product.buffers.addend = norm.addend;
-    product.buffers.norm = norm.scale;
-    product.buffers.sum = norm.sum;
-  }
-  return true;
 }
 
 std::vector<PlannedStep> PlanChoice(const PlannedProduct& product, const Choice& choice,

@@ -20,15 +20,6 @@
 
 namespace jaxlowbit {
 
-// The normalization of rows (ops/rms_norm.h) of 16 bits, on one device: sum = x + addend, and normalized sums that
-// products multiply.
-struct PlannedNorm {
-  ElementType type, addend_type, scale_type;
-  int64_t rows = 0, columns = 0;
-  float epsilon = 0;
-  Address x, addend, scale, sum;
-};
-
 // A copy, or a kernel, which may add its partial sums in a second launch.
 struct PlannedStep {
   enum class Kind {
@@ -42,7 +33,6 @@ struct PlannedStep {
   Choice choice = {};
   std::vector<PlannedProduct> products = {};
   bool out_aligned = false, residual_aligned = false;  // only for choices of qmm_sm90
-  PlannedNorm norm = {};                               // only if problem.normalizes
 
   Address from = {}, to = {};
   int64_t bytes = 0;
@@ -75,19 +65,6 @@ struct Target {
 // Returns "" or the reason why these pointers are not possible.
 std::string PlanProducts(std::vector<PlannedProduct> products, const Target& target, Room room,
                          Ways* ways, std::vector<PlannedStep>* steps);
-
-// Lets the launch of products normalize their rows itself, in place of the kernel whose result they all have as lhs and
-// which no other step reads. `plan`: of these products, launched under PDL behind that kernel. Changes the plan and returns
-// true if
-//
-//   - it is one launch of qmm_sm90_stream, of up to 2 rows that fit its shared memory (sm90_stream::MayNormalize);
-//   - x, addend and scales begin at multiples of 16 bytes, and so does the sum;
-//   - what the launch writes, the sum and the products, does not overlap x, the addend or the scales, since its CTAs read
-//     whole rows while others already store; and the sum overlaps no operand of the products, which may be read before.
-//
-// The choice stays that of the products alone, so results have the same bits either way.
-bool MergeNorm(const PlannedNorm& norm, const Device& device, Ways* ways,
-               std::vector<PlannedStep>* plan);
 
 // The steps of one product by an explicit choice, within the limits of a launch. Its operands must be aligned as the
 // problem says, and its result must not overlap them.

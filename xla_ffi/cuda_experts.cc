@@ -42,7 +42,12 @@ class CombineStep final : public LoadedStep {
 
   cudaError_t Run(void* const* pointers, cudaStream_t stream) const override {
     CombineChoices combine = combine_;
-    SetPointers(at_, pointers, &combine);
+    combine.rows = static_cast<const float*>(PointerTo(at_.x, pointers));
+    combine.place = static_cast<const int32_t*>(PointerTo(at_.place, pointers));
+    combine.expert = static_cast<const int32_t*>(PointerTo(at_.expert, pointers));
+    combine.offset = static_cast<const int32_t*>(PointerTo(at_.offset, pointers));
+    combine.weight = PointerTo(at_.scales, pointers);
+    combine.out = PointerTo(at_.out, pointers);
     return LaunchCombineChoices(combine, stream);
   }
 
@@ -54,8 +59,8 @@ class CombineStep final : public LoadedStep {
 class RouteStep final : public LoadedStep {
  public:
   // The pointers of `route` are not set.
-  RouteStep(const RouteChoices& route, const ExpertAddresses& addresses, const NormAddresses& norm)
-      : route_(route), at_(addresses), norm_at_(norm) {}
+  RouteStep(const RouteChoices& route, const ExpertAddresses& addresses)
+      : route_(route), at_(addresses) {}
 
   cudaError_t Run(void* const* pointers, cudaStream_t stream) const override {
     RouteChoices route = route_;
@@ -64,14 +69,12 @@ class RouteStep final : public LoadedStep {
     route.bias = PointerTo(at_.addend, pointers);
     route.expert = static_cast<int32_t*>(PointerTo(at_.expert, pointers));
     route.weight = static_cast<float*>(PointerTo(at_.out, pointers));
-    if (route.norm.rows > 0) SetPointers(norm_at_, pointers, &route.norm);
     return LaunchRouteChoices(route, stream);
   }
 
  private:
   const RouteChoices route_;
   const ExpertAddresses at_;
-  const NormAddresses norm_at_;
 };
 
 // Choices of experts: sizes of a buffer [tokens, top].
@@ -139,8 +142,8 @@ ffi::Error CheckGroup(const Call& call, const Step& step) {
   return error;
 }
 
-ffi::Error ReadRoute(const Call& call, const Step& step, const Device& device,
-                     RouteChoices* route) {
+ffi::Error LoadRoute(const Call& call, const Step& step, const ExpertAddresses& addresses, bool pdl,
+                     const Device& device, std::unique_ptr<const LoadedStep>* loaded) {
   for (int64_t place : {step.x, step.scales, step.expert, step.out}) {
     if (place == 0) return InvalidArgument("a router lacks an operand or a result.");
   }
@@ -174,21 +177,17 @@ ffi::Error ReadRoute(const Call& call, const Step& step, const Device& device,
   if (error.failure()) return error;
   const std::string reason = UnsupportedRoute(columns, experts, top, device.architecture);
   if (!reason.empty()) return InvalidArgument(reason + ".");
-  *route = {*type,
-            *router_type,
-            *bias_type,
-            static_cast<int>(tokens),
-            static_cast<int>(top),
-            static_cast<int>(experts),
-            columns,
-            step.normalized};
+  const RouteChoices route = {*type,
+                              *router_type,
+                              *bias_type,
+                              static_cast<int>(tokens),
+                              static_cast<int>(top),
+                              static_cast<int>(experts),
+                              columns,
+                              step.normalized,
+                              pdl};
+  *loaded = std::make_unique<RouteStep>(route, addresses);
   return error;
-}
-
-std::unique_ptr<const LoadedStep> LoadRoute(const RouteChoices& route,
-                                            const ExpertAddresses& addresses,
-                                            const NormAddresses& norm) {
-  return std::make_unique<RouteStep>(route, addresses, norm);
 }
 
 std::unique_ptr<const LoadedStep> LoadGroup(const Call& call, const Step& step,
@@ -200,8 +199,9 @@ std::unique_ptr<const LoadedStep> LoadGroup(const Call& call, const Step& step,
   return std::make_unique<GroupStep>(group, addresses);
 }
 
-ffi::Error ReadCombine(const Call& call, const Step& step, const Device& device,
-                       CombineChoices* combine) {
+ffi::Error LoadCombine(const Call& call, const Step& step, const ExpertAddresses& addresses,
+                       int64_t experts, const Device& device,
+                       std::unique_ptr<const LoadedStep>* loaded) {
   if (device.compute_capability != kRouteCapability) {
     return InvalidArgument(
         "a mixture of experts in one call needs compute capability 9.0, but this device has " +
@@ -233,32 +233,11 @@ ffi::Error ReadCombine(const Call& call, const Step& step, const Device& device,
                         "[tokens, top]");
   }
   if (error.failure()) return error;
-  *combine = {*weight_type, *out_type, static_cast<int>(tokens), static_cast<int>(top), columns};
+  CombineChoices combine = {*weight_type, *out_type, static_cast<int>(tokens),
+                            static_cast<int>(top), columns};
+  combine.experts = static_cast<int>(experts);
+  *loaded = std::make_unique<CombineStep>(combine, addresses);
   return error;
-}
-
-std::unique_ptr<const LoadedStep> LoadCombine(const CombineChoices& combine,
-                                              const ExpertAddresses& addresses) {
-  return std::make_unique<CombineStep>(combine, addresses);
-}
-
-void SetPointers(const ExpertAddresses& addresses, void* const* pointers, CombineChoices* combine) {
-  combine->rows = static_cast<const float*>(PointerTo(addresses.x, pointers));
-  combine->place = static_cast<const int32_t*>(PointerTo(addresses.place, pointers));
-  combine->expert = static_cast<const int32_t*>(PointerTo(addresses.expert, pointers));
-  combine->offset = static_cast<const int32_t*>(PointerTo(addresses.offset, pointers));
-  combine->weight = PointerTo(addresses.scales, pointers);
-  combine->out = PointerTo(addresses.out, pointers);
-}
-
-void SetPointers(const NormAddresses& addresses, void* const* pointers, RmsNorm* norm) {
-  norm->x = PointerTo(addresses.x, pointers);
-  norm->addend = PointerTo(addresses.addend, pointers);
-  norm->scale = PointerTo(addresses.scales, pointers);
-  norm->sum = PointerTo(addresses.total, pointers);
-  norm->out = PointerTo(addresses.out, pointers);
-  norm->out_scale = static_cast<float*>(PointerTo(addresses.out_scale, pointers));
-  if (norm->choices.tokens > 0) SetPointers(addresses.choices, pointers, &norm->choices);
 }
 
 }  // namespace jaxlowbit

@@ -12,9 +12,7 @@
 #include "cuda/jit/kernels.h"
 #include "cuda/kernels/instance_key.h"
 #include "cuda/kernels/loaded.h"
-#include "cuda/select/select.h"
 #include "xla_ffi/bind.h"
-#include "xla_ffi/cuda_plan.h"
 
 namespace nb = nanobind;
 
@@ -49,30 +47,6 @@ nb::list ListInstances(int bits) {
                                     kElementTypeNames[static_cast<int>(key.scale)],
                                     kZeroKindNames[static_cast<int>(key.zero)],
                                     kCodebookNames[static_cast<int>(key.codebook)]));
-  }
-  return instances;
-}
-
-// The instances that a call begins to compile for an H200: family and C++ expression of each launch, in order.
-nb::list ListInstancesOfCall(const std::vector<std::vector<int64_t>>& products,
-                             const std::vector<std::vector<int64_t>>& steps) {
-  std::vector<Product> decoded(products.size());
-  for (size_t i = 0; i < products.size(); ++i) {
-    if (products[i].size() != kProductNumbers) throw nb::value_error("not a product");
-    DecodeProduct(products[i].data(), &decoded[i].problem, &decoded[i].places);
-  }
-  std::vector<Step> decoded_steps(steps.size());
-  for (size_t i = 0; i < steps.size(); ++i) {
-    if (steps[i].size() != kStepNumbers) throw nb::value_error("not a step");
-    DecodeStep(steps[i].data(), &decoded_steps[i]);
-  }
-  Device device{90, 132, kSm90SharedBytesPerSm};
-  AssumeClusters(device);
-  nb::list instances;
-  for (const PlannedStep& step : PlanAttributes(decoded, decoded_steps, {&device})) {
-    if (step.kind != PlannedStep::Kind::kMultiply) continue;
-    const InstanceKey key = KeyOf(step.problem, step.choice, device);
-    instances.append(nb::make_tuple(NameOf(key.family), NameOf(key)));
   }
   return instances;
 }
@@ -119,7 +93,6 @@ void BindJit(nb::module_& module) {
   module.def("toolchain", &Toolchain);
   module.def("set_nvrtc_paths", &jit::SetNvrtcPaths, nb::arg("paths"));
   module.def("instances", &ListInstances, nb::arg("bits"));
-  module.def("instances_of_call", &ListInstancesOfCall, nb::arg("products"), nb::arg("steps"));
   module.def("loaded", &Loaded);
   module.def("architecture", &jit::ArchitectureName, nb::arg("compute_capability"));
   module.def("compile", &Compile, nb::arg("instances"), nb::arg("architecture"), nb::kw_only(),

@@ -6,21 +6,24 @@
 #include <utility>
 
 #include "cuda/limits.h"
+#include "cuda/ops/attend.h"
 #include "cuda/ops/exchange.h"
+#include "cuda/ops/quantize_rows.h"
+#include "cuda/ops/rms_norm.h"
 #include "cuda/select/select.h"
+#include "xla_ffi/attend_operands.h"
 #include "xla_ffi/cuda_error.h"
-#include "xla_ffi/cuda_normalize.h"
-#include "xla_ffi/cuda_steps.h"
+#include "xla_ffi/cuda_experts.h"
 
 namespace jaxlowbit {
 namespace {
 
-std::vector<int64_t> PlacesRead(const std::vector<Product>& products, const Step& step) {
+std::vector<int64_t> PlacesRead(const Call& call, const Step& step) {
   std::vector<int64_t> places;
   switch (step.kind) {
     case StepKind::kMultiply:
       for (int64_t i = step.first; i < step.first + step.count; ++i) {
-        const Places& at = products[i].places;
+        const Places& at = call.products[i].places;
         for (int64_t place :
              {at.lhs, at.packed, at.scale, at.zero, at.unit, at.index, at.group_sizes,
               at.group_offset, at.permutation, at.bias, at.residual, at.lhs_scale}) {
@@ -64,33 +67,86 @@ std::vector<int64_t> PlacesWritten(const Call& call, const Step& step) {
   return places;
 }
 
-// Whether the normalized rows of step `i` are read only by the products of the next step, as lhs.
-bool OnlyNextMultiplies(const std::vector<Product>& products, const std::vector<Step>& steps,
-                        size_t i) {
-  const Step& step = steps[i];
-  if (step.kind != StepKind::kNormalize || step.scales == 0 || step.addend == 0 || step.out >= 0 ||
-      step.out_scale != 0 || i + 1 == steps.size() || steps[i + 1].kind != StepKind::kMultiply) {
-    return false;
+class RoundStep final : public LoadedStep {
+ public:
+  // The pointers of `rows` are not set.
+  RoundStep(const QuantizeRows& rows, const Address& floats, const Address& factor,
+            const Address& values, const Address& scale)
+      : rows_(rows), floats_(floats), factor_(factor), values_(values), scale_(scale) {}
+
+  cudaError_t Run(void* const* pointers, cudaStream_t stream) const override {
+    QuantizeRows rows = rows_;
+    rows.floats = PointerTo(floats_, pointers);
+    rows.factor = static_cast<const float*>(PointerTo(factor_, pointers));
+    rows.values = PointerTo(values_, pointers);
+    rows.scale = static_cast<float*>(PointerTo(scale_, pointers));
+    return LaunchQuantizeRows(rows, stream);
   }
-  const auto reads = [&](const Step& other) {
-    const std::vector<int64_t> places = PlacesRead(products, other);
-    return std::count(places.begin(), places.end(), step.out);
-  };
-  const Step& next = steps[i + 1];
-  for (int64_t j = next.first; j < next.first + next.count; ++j) {
-    if (products[j].places.lhs != step.out) return false;
+
+ private:
+  const QuantizeRows rows_;
+  const Address floats_, factor_, values_, scale_;
+};
+
+// The addresses of a normalization, in the order of the step's fields.
+struct NormAddresses {
+  Address x, addend, scales, total, out, out_scale;
+};
+
+class NormalizeStep final : public LoadedStep {
+ public:
+  // The pointers of `norm` are not set.
+  NormalizeStep(const RmsNorm& norm, const NormAddresses& addresses, const Device& device)
+      : norm_(norm), at_(addresses), device_(device) {}
+
+  cudaError_t Run(void* const* pointers, cudaStream_t stream) const override {
+    RmsNorm norm = norm_;
+    norm.x = PointerTo(at_.x, pointers);
+    norm.addend = PointerTo(at_.addend, pointers);
+    norm.scale = PointerTo(at_.scales, pointers);
+    norm.sum = PointerTo(at_.total, pointers);
+    norm.out = PointerTo(at_.out, pointers);
+    norm.out_scale = static_cast<float*>(PointerTo(at_.out_scale, pointers));
+    return LaunchRmsNorm(norm, device_, stream);
   }
-  if (reads(next) != next.count) return false;
-  for (size_t j = i + 2; j < steps.size(); ++j) {
-    if (reads(steps[j]) > 0) return false;
-    if (steps[j].kind == StepKind::kNormalize && steps[j].out == step.out) break;  // written anew
-  }
-  return true;
-}
+
+ private:
+  const RmsNorm norm_;
+  const NormAddresses at_;
+  const Device& device_;
+};
 
 std::string NameOfCapability(int capability) {
   return std::to_string(capability / 10) + "." + std::to_string(capability % 10);
 }
+
+class AttendStep final : public LoadedStep {
+ public:
+  // The pointers of `attend` are not set. `results`: the number of the first result.
+  AttendStep(const Attend& attend, const AttendBuffers& buffers, int results, const Room& room,
+             const Device& device)
+      : attend_(attend),
+        query_norm_(buffers.query_norm.element_count() > 0),
+        key_norm_(buffers.key_norm.element_count() > 0),
+        numbers_(buffers.numbers),
+        results_(results),
+        room_(room),
+        device_(device) {}
+
+  cudaError_t Run(void* const* pointers, cudaStream_t stream) const override {
+    Attend attend = attend_;
+    SetPointers(pointers, pointers + results_, numbers_, query_norm_, key_norm_, &attend);
+    return LaunchAttend(attend, PointerTo(room_.workspace, pointers), room_.bytes, device_, stream);
+  }
+
+ private:
+  const Attend attend_;
+  const bool query_norm_, key_norm_;
+  const AttendNumbers numbers_;
+  const int results_;
+  const Room room_;
+  const Device& device_;
+};
 
 class Sequence {
  public:
@@ -107,7 +163,6 @@ class Sequence {
     if (error.failure() || IsEmpty()) return error;
     error = FindList();
     if (error.success()) error = FindDevices();
-    if (error.success()) error = FindMerged();
     std::vector<PlannedStep> results;
     if (error.success()) error = RedirectResults(&results);
     if (error.failure()) return error;
@@ -179,13 +234,60 @@ class Sequence {
       }
     }
     for (const Step& step : call_.steps) {
-      const ffi::Error error = step.kind == StepKind::kNormalize ? CheckNormalize(call_, step)
+      const ffi::Error error = step.kind == StepKind::kNormalize ? CheckNormalize(step)
                                : step.kind == StepKind::kRound   ? CheckRound(step)
                                                                  : ffi::Error::Success();
       if (error.failure()) return error;
     }
     epsilon_ = call_.attributes.Find<float>("epsilon").value_or(0);
     return ffi::Error::Success();
+  }
+
+  ffi::Error CheckNormalize(const Step& step) const {
+    if (step.x == 0 || step.total == 0) return InvalidArgument("a normalization has no rows.");
+    const ffi::AnyBuffer x = call_.At(step.x);
+    const ffi::DataType type = x.element_type();
+    const auto elements = static_cast<int64_t>(x.element_count());
+    const auto has_type = [&](const char* name, int64_t place, bool wide) {
+      const ffi::AnyBuffer buffer = call_.At(place);
+      return CheckType(
+          name, buffer,
+          buffer.element_type() == type || (wide && buffer.element_type() == ffi::DataType::F32),
+          wide ? "f32 or the type of the rows" : "the type of the rows");
+    };
+    ffi::Error error = CheckType("rows", x, FloatType(type).has_value(), "f32, bf16 or f16");
+    if (error.success()) error = CheckRank("rows", x, 3, "[1, m, columns]");
+    if (error.failure()) return error;
+    const int64_t columns = x.dimensions()[2];
+    if (columns % 8 != 0 || columns > kMaxRmsNormColumns) {
+      return InvalidArgument("rows are normalized that have " + std::to_string(columns) +
+                             " elements, but it must be a multiple of 8 up to " +
+                             std::to_string(kMaxRmsNormColumns) + ".");
+    }
+    error = has_type("sum", step.total, false);
+    if (error.success()) error = CheckCount("sum", call_.At(step.total), elements, "the rows'");
+    if (error.success() && step.addend != 0) {
+      error = has_type("addend", step.addend, true);
+      if (error.success()) {
+        error = CheckCount("addend", call_.At(step.addend), elements, "the rows'");
+      }
+    }
+    if (error.failure() || step.scales == 0) return error;
+    if (step.out == 0) return InvalidArgument("a normalization with scales has no result.");
+    const ffi::AnyBuffer out = call_.At(step.out);
+    error = has_type("norm", step.scales, true);
+    if (error.success()) error = CheckShape("norm", call_.At(step.scales), {columns}, "[columns]");
+    if (error.success()) error = CheckCount("normed", out, elements, "the rows'");
+    if (error.failure() || step.out_scale == 0) {
+      return error.failure() ? error : has_type("normed", step.out, false);
+    }
+    error = CheckType("normed", out, IsQuantized(out.element_type()), "s8 or f8e4m3fn");
+    if (error.failure()) return error;
+    return CheckCount("lhs_scale", call_.At(step.out_scale), elements / columns, "rows");
+  }
+
+  static bool IsQuantized(ffi::DataType type) {
+    return type == ffi::DataType::S8 || type == ffi::DataType::F8E4M3FN;
   }
 
   ffi::Error CheckRound(const Step& step) const {
@@ -286,54 +388,6 @@ class Sequence {
     }
   }
 
-  // Checks sums of choices and routers. Finds the steps that the kernel of the next step computes, too: a sum that a
-  // normalization adds, and a normalization of the rows of a router.
-  ffi::Error FindMerged() {
-    for (size_t i = 0; i < call_.steps.size(); ++i) {
-      const Step& step = call_.steps[i];
-      CombineChoices choices;
-      RouteChoices route;
-      ffi::Error error = ffi::Error::Success();
-      if (step.kind == StepKind::kCombine)
-        error = ReadCombine(call_, step, *target_.device, &choices);
-      if (step.kind == StepKind::kRoute) error = ReadRoute(call_, step, *target_.device, &route);
-      if (error.failure()) return error;
-      if (step.kind == StepKind::kCombine && i + 1 < call_.steps.size()) {
-        const Step& next = call_.steps[i + 1];
-        if (next.kind == StepKind::kNormalize && next.addend == step.out &&
-            SupportsChoices(NormAsRead(next), choices) && AreAligned({step.x, step.out}) &&
-            AreAligned({next.x, next.total, next.out, next.scales})) {
-          merged_.push_back(&step);
-        }
-      }
-      if (step.kind == StepKind::kRoute && i > 0 &&
-          RoutesNormalized(call_.steps[i - 1], step, route)) {
-        merged_.push_back(&call_.steps[i - 1]);
-      }
-    }
-    return ffi::Error::Success();
-  }
-
-  bool RoutesNormalized(const Step& norm, const Step& step, const RouteChoices& route) {
-    return norm.kind == StepKind::kNormalize && norm.out == step.x && norm.scales != 0 &&
-           norm.addend != 0 && !MergesPrevious(norm) && SupportsNorm(route, NormAsRead(norm)) &&
-           AreAligned({norm.x, norm.addend, norm.scales, norm.total, norm.out, step.scales}) &&
-           !ways_.Overlap(ExtentAt(norm.x), ExtentAt(norm.total));
-  }
-
-  bool AreAligned(std::initializer_list<int64_t> places) {
-    return std::all_of(places.begin(), places.end(), [&](int64_t place) {
-      return place == 0 || ways_.IsAligned(AddressAt(place));
-    });
-  }
-
-  bool IsMerged(const Step& step) const {
-    return std::find(merged_.begin(), merged_.end(), &step) != merged_.end();
-  }
-  bool MergesPrevious(const Step& step) const {
-    return &step != call_.steps.data() && IsMerged((&step)[-1]);
-  }
-
   // Redirects to the workspace each result that overlaps another result, or a buffer that the same or a later step
   // reads. (PlanProducts does so for the products of one step.) `copies`: of these results, after all steps.
   ffi::Error RedirectResults(std::vector<PlannedStep>* copies) {
@@ -341,11 +395,7 @@ class Sequence {
     if (steps.size() < 2) return ffi::Error::Success();
     std::vector<std::vector<int64_t>> read, written;
     for (const Step& step : steps) {
-      read.push_back(PlacesRead(call_.products, step));
-      if (MergesPrevious(step)) {
-        read.back().insert(read.back().end(), read[read.size() - 2].begin(),
-                           read[read.size() - 2].end());
-      }
+      read.push_back(PlacesRead(call_, step));
       if (listed_ != nullptr) {  // later steps read them too
         for (int64_t place : {listed_->x, listed_->expert, listed_->offset}) {
           if (place != 0) read.back().push_back(place);
@@ -396,14 +446,13 @@ class Sequence {
 
   ffi::Error PlanStep(size_t i) {
     const Step& step = call_.steps[i];
-    if (IsMerged(step)) return ffi::Error::Success();
     switch (step.kind) {
       case StepKind::kMultiply:
         return Multiply(step);
       case StepKind::kRound:
         return Round(step, i);
       case StepKind::kNormalize:
-        return Normalize(step, i);
+        return Normalize(step);
       case StepKind::kAttend:
         return Attention();
       case StepKind::kGroup:
@@ -436,12 +485,6 @@ class Sequence {
     const std::string what = Describe(products[0].problem, ordinal(), products.size() - 1);
     const std::string error = PlanProducts(std::move(products), target_, room_, &ways_, &plan);
     if (!error.empty()) return InvalidArgument(error);
-    const Step* norm = std::exchange(waiting_, nullptr);
-    if (norm != nullptr && !MergeNorm(PlannedNormOf(NormAsRead(*norm), NormAt(*norm)),
-                                      *target_.device, &ways_, &plan)) {
-      const ffi::Error added = AddNorm(*norm);
-      if (added.failure()) return added;
-    }
     return Load(plan, "launching ", what);
   }
 
@@ -492,33 +535,33 @@ class Sequence {
     return true;
   }
 
-  // Leaves the normalization to the products of the next step if they may merge it; else appends it.
-  ffi::Error Normalize(const Step& step, size_t i) {
-    const bool waits = started_ && exchange_.parts == 1 && !MergesPrevious(step) &&
-                       OnlyNextMultiplies(call_.products, call_.steps, i);
+  ffi::Error Normalize(const Step& step) {
     started_ = true;
-    if (waits) {
-      waiting_ = &step;
-      return ffi::Error::Success();
+    const ffi::AnyBuffer x = call_.At(step.x);
+    const auto type_at = [&](int64_t place) {
+      return *FloatType(call_.At(place == 0 ? step.x : place).element_type());
+    };
+    RmsNorm norm = {type_at(step.x),
+                    type_at(step.scales),
+                    type_at(step.addend),
+                    x.dimensions()[0] * x.dimensions()[1],
+                    x.dimensions()[2],
+                    nullptr,
+                    nullptr,
+                    nullptr,
+                    nullptr,
+                    nullptr,
+                    epsilon_,
+                    exchange_};
+    if (step.out_scale != 0) {
+      norm.out_type = call_.At(step.out).element_type() == ffi::DataType::S8 ? ElementType::kInt8
+                                                                             : ElementType::kE4m3;
     }
-    return AddNorm(step);
-  }
-
-  NormAddresses NormAt(const Step& step) const {
-    return {AddressAt(step.x),     AddressAt(step.addend), AddressAt(step.scales),
-            AddressAt(step.total), AddressAt(step.out),    AddressAt(step.out_scale)};
-  }
-
-  RmsNorm NormAsRead(const Step& step) const { return ReadNorm(call_, step, epsilon_, exchange_); }
-
-  ffi::Error AddNorm(const Step& step) {
-    RmsNorm norm = NormAsRead(step);
-    NormAddresses addresses = NormAt(step);
-    if (MergesPrevious(step)) {
-      const ffi::Error error = ReadSum((&step)[-1], &norm.choices, &addresses.choices);
-      if (error.failure()) return error;
-    }
-    Add(LoadNormalize(norm, addresses, *target_.device), "launching the normalization");
+    const NormAddresses addresses = {AddressAt(step.x),      AddressAt(step.addend),
+                                     AddressAt(step.scales), AddressAt(step.total),
+                                     AddressAt(step.out),    AddressAt(step.out_scale)};
+    Add(std::make_unique<NormalizeStep>(norm, addresses, *target_.device),
+        "launching the normalization");
     return ffi::Error::Success();
   }
 
@@ -533,38 +576,25 @@ class Sequence {
     Add(LoadGroup(call_, step, ExpertsAt(step), started_), "launching the grouping of choices");
   }
 
-  // The sum of choices of a step, except for pointers, and its addresses.
-  ffi::Error ReadSum(const Step& step, CombineChoices* choices, ExpertAddresses* addresses) const {
-    *addresses = ExpertsAt(step);
-    const ffi::Error error = ReadCombine(call_, step, *target_.device, choices);
-    if (listed_ != nullptr && step.place == listed_->place) {  // that place is not written
-      addresses->place = {};
-      addresses->expert = AddressAt(listed_->expert);
-      addresses->offset = AddressAt(listed_->offset);
-      choices->experts = static_cast<int>(call_.At(listed_->sizes).dimensions()[0]);
-    }
-    return error;
-  }
-
   ffi::Error Combine(const Step& step) {
-    CombineChoices choices;
-    ExpertAddresses addresses;
-    const ffi::Error error = ReadSum(step, &choices, &addresses);
-    if (error.success()) Add(LoadCombine(choices, addresses), "launching the sum of choices");
+    ExpertAddresses addresses = ExpertsAt(step);
+    int64_t experts = 0;
+    if (listed_ != nullptr && step.place == listed_->place) {  // that place is not written
+      addresses.place = {};
+      addresses.expert = AddressAt(listed_->expert), addresses.offset = AddressAt(listed_->offset);
+      experts = call_.At(listed_->sizes).dimensions()[0];
+    }
+    std::unique_ptr<const LoadedStep> loaded;
+    const ffi::Error error = LoadCombine(call_, step, addresses, experts, *target_.device, &loaded);
+    if (error.success()) Add(std::move(loaded), "launching the sum of choices");
     return error;
   }
 
   ffi::Error Route(const Step& step) {
-    RouteChoices route;
-    const ffi::Error error = ReadRoute(call_, step, *target_.device, &route);
-    if (error.failure()) return error;
-    route.pdl = started_;
-    NormAddresses norm;
-    if (MergesPrevious(step)) {
-      route.norm = NormAsRead((&step)[-1]);
-      norm = NormAt((&step)[-1]);
-    }
-    Add(LoadRoute(route, ExpertsAt(step), norm), "launching the router");
+    std::unique_ptr<const LoadedStep> loaded;
+    const ffi::Error error =
+        LoadRoute(call_, step, ExpertsAt(step), started_, *target_.device, &loaded);
+    if (error.success()) Add(std::move(loaded), "launching the router");
     return error;
   }
 
@@ -611,37 +641,11 @@ class Sequence {
   Room room_;
   Exchange exchange_;
   float epsilon_ = 0;
-  bool started_;                     // a kernel of the handler has been launched
-  const Step* listed_ = nullptr;     // a grouping of choices that no kernel computes
-  const Step* waiting_ = nullptr;    // a normalization that the next products may merge
-  std::vector<const Step*> merged_;  // other steps that the kernel of the next step computes, too
+  bool started_;                  // a kernel of the handler has been launched
+  const Step* listed_ = nullptr;  // a grouping of choices that no kernel computes
   std::vector<std::pair<int64_t, Address>> moved_;
   std::vector<PlannedProduct> products_;
 };
-
-// Any distinct numbers.
-Address TypicalAddress(int64_t place) {
-  return {static_cast<int>(place == 0 ? -1 : place > 0 ? 2 * place : -2 * place + 1), 0};
-}
-
-// A normalization in front of a product, as far as attributes say; the type of its scales does not matter.
-PlannedNorm TypicalNorm(const std::vector<Product>& products, const Step& step,
-                        const QuantizedMatmul& next) {
-  ElementType addend = next.lhs;
-  for (const Product& product : products) {
-    if (product.places.out == step.addend) addend = product.problem.out;
-  }
-  return {next.lhs,
-          addend,
-          next.lhs,
-          next.m,
-          next.k,
-          0,
-          TypicalAddress(step.x),
-          TypicalAddress(step.addend),
-          TypicalAddress(step.scales),
-          TypicalAddress(step.total)};
-}
 
 }  // namespace
 
@@ -658,7 +662,11 @@ std::vector<PlannedStep> PlanAttributes(const std::vector<Product>& products,
     located.push_back({product.problem, {}});
     Addresses& b = located.back().buffers;
     b.codebook = product.codebook;
-#define JAXLOWBIT_PLACE(name) b.name = TypicalAddress(product.places.name);
+    // Any distinct numbers.
+    const auto address = [](int64_t place) {
+      return Address{static_cast<int>(place == 0 ? -1 : place > 0 ? 2 * place : -2 * place + 1), 0};
+    };
+#define JAXLOWBIT_PLACE(name) b.name = address(product.places.name);
 #include "xla_ffi/call.def"
   }
   const Address workspace = {0, 0};
@@ -683,15 +691,7 @@ std::vector<PlannedStep> PlanAttributes(const std::vector<Product>& products,
       if (!Supports(p, *target.device)) return plan;
     }
     Ways typical(nullptr);
-    std::vector<PlannedStep> own;
-    PlanProducts(std::move(together), target, {workspace, kMaxWorkspaceBytes}, &typical, &own);
-    const size_t number = &step - steps.data();
-    if (number > 1 && steps[number - 2].kind != StepKind::kCombine &&
-        OnlyNextMultiplies(products, steps, number - 1)) {
-      MergeNorm(TypicalNorm(products, steps[number - 1], first->problem), *target.device, &typical,
-                &own);
-    }
-    plan.insert(plan.end(), own.begin(), own.end());
+    PlanProducts(std::move(together), target, {workspace, kMaxWorkspaceBytes}, &typical, &plan);
   }
   return plan;
 }

@@ -22,7 +22,6 @@
 #include "cuda/extents.h"
 #include "cuda/gpu.h"
 #include "cuda/kernels/instance_key.h"
-#include "cuda/kernels/sm90_stream/select.h"
 #include "cuda/limits.h"
 #include "cuda/select/cache.h"
 #include "cuda/select/select.h"
@@ -129,13 +128,6 @@ nb::dict SelectKernel(const SelectionQuery& query) {
     chosen["tuned"] = choice.tuned;
     const InstanceKey key = KeyOf(problem, choice, device);
     chosen["instance"] = nb::make_tuple(NameOf(key.family), NameOf(key));
-    // Behind another kernel of a call, the product may have to normalize its rows.
-    if (problem.pdl && sm90_stream::MayNormalize(problem, device, choice)) {
-      QuantizedMatmul normalizes = problem;
-      normalizes.normalizes = true;
-      const InstanceKey own = KeyOf(normalizes, choice, device);
-      chosen["normalizing"] = nb::make_tuple(NameOf(own.family), NameOf(own));
-    }
   }
   return chosen;
 }

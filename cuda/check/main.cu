@@ -11,7 +11,6 @@
 //   driver placed           times products with overlapping or unaligned buffers
 //   driver attend [STRIDE]  checks and times attention; with STRIDE, only checks every STRIDE-th case
 //   driver experts [STRIDE] the same for the kernels around products of experts
-//   driver norms [STRIDE]   the same for products that normalize their rows, against separate kernels
 //   driver exchange [GPUS]  checks and times the addition of rows over 2 up to GPUS (all) GPUs
 //   driver sweep            checks real layer shapes with every m of the sweep
 //   driver time [options]   checks a sample of the result, then prints microseconds per call with cold
@@ -60,7 +59,6 @@
 #include "cuda/check/time_choices.h"
 #include "cuda/check/time_exchange.h"
 #include "cuda/check/time_experts.h"
-#include "cuda/check/time_norms.h"
 #include "cuda/check/time_ragged.h"
 #include "cuda/jit/compiler.h"
 #include "cuda/kernels/instance_key.h"
@@ -355,7 +353,7 @@ std::vector<float> Time(const QuantizedMatmul& problem, const DeviceProblem& dat
   std::fprintf(
       stderr,
       "driver: %s. Use: driver check [STRIDE [BITS [CODEBOOK [LHS]]]] | sweep | placed | attend "
-      "[STRIDE] | experts [STRIDE] | norms [STRIDE] | "
+      "[STRIDE] | experts [STRIDE] | "
       "ragged [--models M,...] [--tokens T,...] [--all] [--pdl] [--json] [--seconds S] | "
       "time | choices "
       "[--n N,... --k K,...] [--m M,M,...] [--bits B] [--group G] [--zero] [--float-zero] "
@@ -594,8 +592,8 @@ TimeOptions Parse(int argc, char** argv) {
 
 int Main(int argc, char** argv) {
   const std::string command = argc > 1 ? argv[1] : "";
-  const char* const commands[] = {"check",  "sweep",   "time",  "choices",  "placed",
-                                  "attend", "experts", "norms", "exchange", "ragged"};
+  const char* const commands[] = {"check",  "sweep",   "time",     "choices", "placed",
+                                  "attend", "experts", "exchange", "ragged"};
   if (std::find(std::begin(commands), std::end(commands), command) == std::end(commands)) {
     Usage("no command");
   }
@@ -604,17 +602,12 @@ int Main(int argc, char** argv) {
     TimePlaced();
     return 0;
   }
-  if (command == "attend" || command == "experts" || command == "norms") {
-    const auto check = command == "attend"    ? CheckAttend
-                       : command == "experts" ? CheckExperts
-                                              : CheckNorms;
+  if (command == "attend" || command == "experts") {
+    const bool attends = command == "attend";
+    const auto check = attends ? CheckAttend : CheckExperts;
     const auto [correct, wrong] = check(argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1);
     std::printf("%d passed, %d failed\n", correct, wrong);
-    const auto time = command == "attend"    ? TimeAttend
-                      : command == "experts" ? TimeExperts
-                                             : TimeNorms;
-    if (argc == 2) time();
-    jit::Finish();
+    if (argc == 2) (attends ? TimeAttend : TimeExperts)();
     return wrong == 0 ? 0 : 1;
   }
   if (command == "exchange") {

@@ -416,7 +416,7 @@ bool IsCorrect(const Shape& s, const Variation& v, int64_t workspace_bytes, uint
       static_cast<int>(a.heads), static_cast<int>(a.kv_heads), static_cast<int>(a.head_size),
       static_cast<int>(a.reach), static_cast<int>(a.slots), static_cast<int>(a.window), v.holes,
       v.earlier, v.masked, v.odd, v.in_place, v.neighbours, v.norms, v.biases, v.sinks,
-      static_cast<int>(v.slot), SplitsOf(a, DeviceInfo(0), workspace_bytes).count, wrong, ratio);
+      static_cast<int>(v.slot), AttendSplits(a, DeviceInfo(0), workspace_bytes), wrong, ratio);
   return false;
 }
 
@@ -443,23 +443,19 @@ void TimeShape(const Shape& s, int64_t used, const Variation& v = {}) {
   Check(LoadAttend(calls[0], DeviceInfo(0)), "LoadAttend");
   const DeviceBuffer workspace(kWorkspaceBytes);
   const double read = static_cast<double>(bytes) * static_cast<double>(used) / s.reach;
-  // Times the chosen number of splits, that for a second kernel, and half of it.
-  for (const bool clusters : {true, false}) {
-    for (Attend& call : calls) call.clusters = clusters;
-    const AttendSplits chosen = SplitsOf(calls[0], DeviceInfo(0), kWorkspaceBytes);
-    if (clusters && !chosen.cluster) continue;
-    for (int max_splits : {chosen.count, chosen.count / 2}) {
-      if (max_splits == 0 || (clusters && max_splits < chosen.count)) continue;
-      const int64_t workspace_bytes = 4 * max_splits * s.batch * s.heads * (s.head_size + 2);
-      const float us = Time(calls, workspace.data(), workspace_bytes);
-      std::printf(
-          "attend batch %-3d heads %d/%d x %d  reach %-6d used %-6d splits %-3d%s %8.2f us  "
-          "%5.2f TB/s%s%s\n",
-          static_cast<int>(s.batch), static_cast<int>(s.heads), static_cast<int>(s.kv_heads),
-          static_cast<int>(s.head_size), static_cast<int>(s.reach), static_cast<int>(used),
-          max_splits, clusters ? " in a cluster" : "", us, 1e-6 * read / us,
-          v.biases ? "  biases" : "", v.sinks ? "  sinks" : "");
-    }
+  // Times the chosen number of splits and half of it.
+  const int chosen = AttendSplits(calls[0], DeviceInfo(0), kWorkspaceBytes);
+  for (int max_splits : {chosen, chosen / 2}) {
+    if (max_splits == 0) continue;
+    const int64_t workspace_bytes = 4 * max_splits * s.batch * s.heads * (s.head_size + 2);
+    const float us = Time(calls, workspace.data(), workspace_bytes);
+    std::printf(
+        "attend batch %-3d heads %d/%d x %d  reach %-6d used %-6d splits %-3d %8.2f us  "
+        "%5.2f TB/s%s%s\n",
+        static_cast<int>(s.batch), static_cast<int>(s.heads), static_cast<int>(s.kv_heads),
+        static_cast<int>(s.head_size), static_cast<int>(s.reach), static_cast<int>(used),
+        AttendSplits(calls[0], DeviceInfo(0), workspace_bytes), us, 1e-6 * read / us,
+        v.biases ? "  biases" : "", v.sinks ? "  sinks" : "");
   }
   std::fflush(stdout);
 }

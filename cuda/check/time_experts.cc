@@ -13,17 +13,14 @@
 #include <cstring>
 #include <functional>
 #include <random>
-#include <type_traits>
 #include <vector>
 
 #include "cuda/check/device_problem.h"
 #include "cuda/check/replay.h"
 #include "cuda/check/time_route.h"
 #include "cuda/check/vectors.h"
-#include "cuda/launch.h"
 #include "cuda/ops/combine_choices.h"
 #include "cuda/ops/group_choices.h"
-#include "cuda/ops/rms_norm.h"
 
 namespace jaxlowbit::check {
 namespace {
@@ -121,48 +118,6 @@ bool IsGrouped(const Problem& p, const Buffers& b) {
   return std::all_of(behind, rows.end(), [](uint16_t x) { return x == 0xffff; });
 }
 
-// A normalization of the rows of a sum of choices, without pointers to rows.
-RmsNorm NormOf(const CombineChoices& combine, const DeviceBuffer& scale) {
-  RmsNorm norm = {};
-  norm.type = norm.addend_type = norm.out_type = combine.out_type;
-  norm.scale_type = ElementType::kF32;
-  norm.rows = combine.tokens;
-  norm.columns = combine.columns;
-  norm.scale = scale.data();
-  norm.epsilon = 1e-5f;
-  return norm;
-}
-
-// Whether a normalization that adds choices has the bits of a combination and a normalization, if it supports them.
-template <typename T>
-bool Normalizes(CombineChoices combine, const std::vector<T>& sums) {
-  const int64_t count = combine.tokens * combine.columns;
-  std::vector<T> x;
-  std::vector<float> scales;
-  for (int64_t i = 0; i < count; ++i) x.push_back(T(0.125f * static_cast<float>(i * 5 % 23 - 11)));
-  for (int64_t i = 0; i < combine.columns; ++i) scales.push_back(0.5f + static_cast<float>(i % 7));
-  const DeviceBuffer of_x = ToDevice(x), scale = ToDevice(scales), addend = ToDevice(sums);
-  RmsNorm norm = NormOf(combine, scale);
-  if (combine.columns % 8 != 0 || !SupportsChoices(norm, combine)) return true;
-  std::vector<std::vector<T>> found;
-  for (const bool adds : {false, true}) {
-    const std::vector<T> nothing(count, T(NAN));
-    const DeviceBuffer added = ToDevice(nothing), sum = ToDevice(nothing), out = ToDevice(nothing);
-    combine.out = added.data();
-    norm.x = of_x.data(), norm.addend = adds ? added.data() : addend.data();
-    norm.sum = sum.data(), norm.out = out.data();
-    norm.choices = adds ? combine : CombineChoices();
-    Check(LaunchRmsNorm(norm, DeviceInfo(0), nullptr), "LaunchRmsNorm");
-    found.push_back(adds ? ToHost<T>(added) : sums);
-    found.push_back(ToHost<T>(sum));
-    found.push_back(ToHost<T>(out));
-  }
-  for (int i = 0; i < 3; ++i) {
-    if (std::memcmp(found[i].data(), found[i + 3].data(), count * sizeof(T)) != 0) return false;
-  }
-  return true;
-}
-
 // Combines exact numbers by weights of type W, which are NaN for choices that are not local. `listed`: rows are in the
 // order of choices; rows of choices that are not local are NaN.
 template <typename W, typename Out>
@@ -201,7 +156,6 @@ bool Combines(const Problem& p, const Buffers& b, ElementType weight_type, Eleme
     }
     if (float(found[i]) != float(Out(sum))) return false;
   }
-  if constexpr (!std::is_same_v<Out, float>) return Normalizes(combine, found);
   return true;
 }
 
@@ -228,29 +182,6 @@ float Time(const std::function<void(int call, cudaStream_t)>& enqueue) {
     for (int i = 0; i < kCalls; ++i) enqueue(i, stream);
   };
   return TimeReplays(calls, kWarmUps, kReplays) / kCalls;
-}
-
-// Times a combination and a normalization, and the normalization that adds the choices.
-void TimeNorm(CombineChoices combine) {
-  const int64_t bytes = combine.tokens * combine.columns * 2;
-  const DeviceBuffer x(bytes), sum(bytes), out(bytes), scale(combine.columns * 4);
-  for (const DeviceBuffer* buffer : {&x, &scale}) {
-    Check(cudaMemset(buffer->data(), 0, buffer->bytes()), "cudaMemset");
-  }
-  RmsNorm norm = NormOf(combine, scale);
-  if (!SupportsChoices(norm, combine)) return;
-  norm.x = x.data(), norm.addend = combine.out, norm.sum = sum.data(), norm.out = out.data();
-  const auto normalizes = [&](cudaStream_t stream) {
-    Check(LaunchRmsNorm(norm, DeviceInfo(0), stream), "LaunchRmsNorm");
-  };
-  const float in_turn = Time([&](int, cudaStream_t stream) {
-    Check(LaunchCombineChoices(combine, stream), "LaunchCombineChoices");
-    normalizes(stream);
-  });
-  norm.choices = combine;
-  const float together = Time([&](int, cudaStream_t stream) { normalizes(stream); });
-  std::printf("      combine a list and normalize %7.2f us, in one kernel %7.2f us\n", in_turn,
-              together);
 }
 
 }  // namespace
@@ -317,7 +248,6 @@ void TimeExperts() {
           "%7.2f us; combine a list %7.2f us\n",
           tokens, shape.top, shape.experts, static_cast<int>(shape.columns), of_group, of_combine,
           of_both, of_listed);
-      TimeNorm(combine);
       std::fflush(stdout);
     }
   }

@@ -43,17 +43,6 @@ __device__ inline void StoreToRank(const float* shared, int rank, float value) {
                : "memory");
 }
 
-// Loads a value from shared memory of another CTA, at the place of `shared`, which it stored before a release.
-__device__ inline float LoadFromRank(const float* shared, int rank) {
-  const auto own = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  float value;
-  asm volatile("ld.shared::cluster.f32 %0, [%1];\n"
-               : "=f"(value)
-               : "r"(MapToRank(own, rank))
-               : "memory");
-  return value;
-}
-
 // Starts storing 16 bytes in another CTA, whose `barrier` counts them (both addresses by MapToRank).
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-st-async
 __device__ inline void StoreRemote(uint32_t shared, const float (&values)[4], uint32_t barrier) {

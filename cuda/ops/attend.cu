@@ -17,7 +17,6 @@ namespace {
 
 using attend::kCombineColumns;
 using attend::kCombineThreads;
-using attend::kMaxClusterSplits;
 using attend::kMaxSplits;
 using attend::kUnit;
 using attend::Params;
@@ -71,13 +70,6 @@ int64_t PartialBytes(const Attend& attend) {  // of one split
   return attend.batch * attend.heads * (attend.head_size + 2) * int64_t{sizeof(float)};
 }
 
-// Whether all clusters of so many CTAs are resident at a time. The multiprocessors of a GPU are in groups that clusters
-// do not cross, so a part of them may stay idle.
-bool SupportsCluster(const Attend& attend, const Device& device, int64_t splits) {
-  return attend.clusters && device.compute_capability >= 90 && splits <= kMaxClusterSplits &&
-         4 * attend.batch * attend.kv_heads * splits <= int64_t{3} * device.num_sms;
-}
-
 template <typename T>
 cudaError_t Combine(const Attend& attend, const Params& params, const Device& device,
                     cudaStream_t stream) {
@@ -92,30 +84,25 @@ cudaError_t Combine(const Attend& attend, const Params& params, const Device& de
 
 }  // namespace
 
-// Minimizes the sequential work of a warp, counted in units of kUnit slots: its own units, one for the start, half of
-// one for the addition in a cluster, or one for the second kernel and a fraction (below) per split that it adds. One CTA
-// per SM saturates bandwidth, so time is proportional to CTAs per SM.
-AttendSplits SplitsOf(const Attend& attend, const Device& device, int64_t workspace_bytes) {
-  AttendSplits best = {1, false};
-  if (attend.batch == 0) return best;
+// Minimizes the sequential work of a warp, counted in units of kUnit slots: its own units, one for the start, one for
+// the second kernel, and a fraction (below) per split that the second kernel adds. One CTA per SM saturates bandwidth,
+// so time is proportional to CTAs per SM.
+int AttendSplits(const Attend& attend, const Device& device, int64_t workspace_bytes) {
+  if (attend.batch == 0) return 1;
   const Variant variant = Find(attend);
   const int64_t pairs = attend.batch * attend.kv_heads;
   const int64_t units = std::max<int64_t>(CeilDiv(attend.reach, kUnit), 1);
-  const int64_t max_splits = std::min<int64_t>(kMaxSplits, CeilDiv(units, variant.warps));
-  int64_t least = 0;
-  for (int64_t splits = 1; splits <= max_splits; ++splits) {
-    const bool cluster = splits > 1 && SupportsCluster(attend, device, splits);
-    const bool adds = splits > 1 && !cluster;  // in a second kernel
-    if (adds && splits * PartialBytes(attend) > workspace_bytes) continue;
+  const int64_t max_splits = std::min<int64_t>(
+      {kMaxSplits, CeilDiv(units, variant.warps), workspace_bytes / PartialBytes(attend)});
+  int64_t best = 1, least = 0;
+  for (int64_t splits = 1; splits <= std::max<int64_t>(max_splits, 1); ++splits) {
     const int64_t turns = CeilDiv(units, variant.warps * splits) + 1;
     const int64_t ctas = std::max<int64_t>(pairs * splits, device.num_sms);
-    const int64_t cost = ctas * turns * kMaxSplits / device.num_sms +
-                         (cluster ? kMaxSplits / 2 : 0) + (adds ? kMaxSplits + splits : 0);
-    if (splits > 1 && cost >= least) continue;
-    best = {static_cast<int>(splits), cluster};
-    least = cost;
+    const int64_t cost =
+        ctas * turns * kMaxSplits / device.num_sms + (splits > 1 ? kMaxSplits + splits : 0);
+    if (splits == 1 || cost < least) best = splits, least = cost;
   }
-  return best;
+  return static_cast<int>(best);
 }
 
 cudaError_t LoadAttend(const Attend& attend, const Device& device) {
@@ -141,7 +128,7 @@ cudaError_t LoadAttend(const Attend& attend, const Device& device) {
 cudaError_t LaunchAttend(const Attend& attend, void* workspace, int64_t workspace_bytes,
                          const Device& device, cudaStream_t stream) {
   if (attend.batch == 0) return cudaSuccess;
-  const auto [splits, cluster] = SplitsOf(attend, device, workspace_bytes);
+  const int splits = AttendSplits(attend, device, workspace_bytes);
   const int64_t rows = attend.batch * attend.heads;
   Params params = {};
   params.query = attend.query, params.key = attend.key, params.value = attend.value;
@@ -154,8 +141,7 @@ cudaError_t LaunchAttend(const Attend& attend, void* workspace, int64_t workspac
   params.key_scales = attend.key_scales, params.value_scales = attend.value_scales;
   params.position = attend.position, params.positions = attend.positions;
   params.out = attend.out;
-  params.cluster = cluster;
-  if (splits > 1 && !cluster) {
+  if (splits > 1) {
     params.sums = static_cast<float*>(workspace);
     params.stats = reinterpret_cast<float2*>(params.sums + rows * splits * attend.head_size);
   }
@@ -175,12 +161,11 @@ cudaError_t LaunchAttend(const Attend& attend, void* workspace, int64_t workspac
   const int64_t units = CeilDiv(attend.reach, kUnit), workers = splits * variant.warps;
   params.rounds = static_cast<int>(units / workers);
   params.odd_units = static_cast<int>(units % workers);
-  const dim3 grid(static_cast<unsigned>(splits), static_cast<unsigned>(attend.kv_heads),
+  const dim3 grid(static_cast<unsigned>(attend.kv_heads), static_cast<unsigned>(splits),
                   static_cast<unsigned>(attend.batch));
-  const LaunchConfig launch(grid, 32 * variant.warps, variant.shared_bytes, stream, params.pdl,
-                            cluster ? splits : 0);
+  const LaunchConfig launch(grid, 32 * variant.warps, variant.shared_bytes, stream, params.pdl);
   const cudaError_t error = cudaLaunchKernelEx(&launch.config, variant.kernel, params);
-  if (error != cudaSuccess || params.sums == nullptr) return error;
+  if (error != cudaSuccess || splits == 1) return error;
   const auto combine = attend.type == ElementType::kBf16 ? Combine<__nv_bfloat16> : Combine<__half>;
   return combine(attend, params, device, stream);
 }

@@ -7,8 +7,7 @@
 // computes one key head and one split of the slots. Each warp processes units of 16 slots independently, with its own
 // ring of copies, running maximum, running sum and accumulators, so the loop has no barrier. Units are assigned
 // round-robin to keep all CTAs busy if few slots are in use; units without visible slots are not read. Warps are merged
-// in shared memory. A key head's CTAs are merged in distributed shared memory, if they are a cluster, or by CombineKernel
-// (attend_splits.cuh). All orders are fixed.
+// in shared memory, CTAs of a key head in CombineKernel (attend_splits.cuh), both in a fixed order.
 //
 // Every CTA rotates its queries and the new key in shared memory. The warp whose unit contains the slot to write stores
 // key and value to the cache and to its copy of the unit, so no CTA reads data that another CTA writes.
@@ -27,7 +26,6 @@
 #include <cstdint>
 
 #include "cuda/device/approximate.cuh"
-#include "cuda/device/cluster.cuh"
 #include "cuda/device/mma.cuh"
 #include "cuda/device/pdl.cuh"
 #include "cuda/device/transposed.cuh"
@@ -445,10 +443,11 @@ class WarpAttention {
   float top_[kHalves], total_[kHalves], sums_[2 * kSteps][4] = {};
 };
 
-// Merges the sums of the warps from shared memory, to the first warp's sums if the CTA is one of a cluster. Otherwise
-// stores results if there is one split, else sums with their maximum and total.
+// Merges the sums of the warps from shared memory. Stores results if there is one split, else sums with their maximum
+// and total.
 template <typename T, typename C, int kSize>
-__device__ void StoreSums(const Params& p, float* merged, float* tops, float* totals) {
+__device__ void StoreSums(const Params& p, const float* merged, const float* tops,
+                          const float* totals) {
   using S = Shape<C, kSize>;
   const int warp = Warp(), lane = Lane();
   for (int row = warp; row < p.shared; row += S::kWarps) {
@@ -470,59 +469,14 @@ __device__ void StoreSums(const Params& p, float* merged, float* tops, float* to
         value += factors[w] * merged[(w * kRows + row) * S::kMergedRow + column];
       }
       // May overwrite the query: this CTA has read it, and with one split no other CTA reads these heads.
-      if (p.cluster) {
-        merged[row * S::kMergedRow + column] = value;
-      } else if (p.sums == nullptr) {
+      if (p.sums == nullptr) {
         static_cast<T*>(p.out)[head * p.size + column] = T(value * whole);
       } else {
         p.sums[part * p.size + column] = value;
       }
     }
-    if (p.cluster) {
-      __syncwarp();  // all lanes have read the statistics
-      if (lane == 0) tops[row] = highest, totals[row] = sum;
-    } else if (p.sums != nullptr && lane == 0) {
-      p.stats[part] = make_float2(highest, sum);
-    }
+    if (p.sums != nullptr && lane == 0) p.stats[part] = make_float2(highest, sum);
   }
-}
-
-// Merges the sums of a cluster's CTAs, in their order, and stores results: each CTA a part of the columns. The results
-// may overwrite the query, which all of these CTAs have read.
-template <typename T, typename C, int kSize>
-__device__ void MergeCluster(const Params& p, const float* merged, const float* tops,
-                             const float* totals) {
-#if __CUDA_ARCH__ >= 900
-  using S = Shape<C, kSize>;
-  __syncwarp();
-  ReleaseToCluster();
-  WaitForArrivals();
-  for (int i = Split() * S::kThreads + static_cast<int>(threadIdx.x); i < p.shared * p.size;
-       i += p.splits * S::kThreads) {
-    const int row = i / p.size, column = i - row * p.size;
-    float highest = kLowest, total = 0, sum = 0;
-    float top[kMaxClusterSplits], weight[kMaxClusterSplits], value[kMaxClusterSplits];
-#pragma unroll
-    for (int split = 0; split < kMaxClusterSplits; ++split) {
-      const int rank = min(split, p.splits - 1);
-      top[split] = LoadFromRank(tops + row, rank);
-      weight[split] = LoadFromRank(totals + row, rank);
-      value[split] = LoadFromRank(merged + row * S::kMergedRow + column, rank);
-      highest = fmaxf(highest, top[split]);
-    }
-#pragma unroll
-    for (int split = 0; split < kMaxClusterSplits; ++split) {
-      const float factor = split < p.splits ? Exp2(top[split] - highest) : 0;
-      total += factor * weight[split];
-      sum += factor * (split < p.splits ? value[split] : 0);
-    }
-    const float whole = total == 0 ? 0 : 1 / total;  // 0 without visible slots
-    static_cast<T*>(p.out)[FirstHead(p) * p.size + i] = T(sum * whole);
-  }
-  __syncwarp();
-  ArriveAtCluster();  // a CTA's memory must outlive the others' loads
-  WaitForArrivals();
-#endif
 }
 
 // Multiplies this warp's units in order. `ring` has been filled.
@@ -594,7 +548,6 @@ __device__ void AttendCta(const Params& p) {
   attention.StorePartial(p.shared, merged, tops, totals);
   __syncthreads();
   StoreSums<T, C, kSize>(p, merged, tops, totals);
-  if (p.cluster) MergeCluster<T, C, kSize>(p, merged, tops, totals);
 }
 
 // Whether this architecture has kernels for 8-bit caches; the others are empty.

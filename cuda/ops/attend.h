@@ -72,24 +72,17 @@ struct Attend {
   // cos, sin, sinks, keys, values or scales.
   bool pdl = false;
 
-  bool clusters = true;  // false, to compare: a second kernel adds splits always
-
   int64_t shared() const { return heads / kv_heads; }
 };
 
-// How many splits of the slots there are, and whether those of a key head are a cluster, which adds them itself. A CTA
-// computes one split for one key head. The workspace limits splits that a second kernel adds.
-struct AttendSplits {
-  int count;
-  bool cluster;
-};
-AttendSplits SplitsOf(const Attend& attend, const Device& device, int64_t workspace_bytes);
+// Number of splits of the slots. A CTA computes one split for one key head. Limited by the workspace.
+int AttendSplits(const Attend& attend, const Device& device, int64_t workspace_bytes);
 
 // Loads the kernels for this type and these sizes. Call before LaunchAttend; later calls return immediately.
 cudaError_t LoadAttend(const Attend& attend, const Device& device);
 
-// Enqueues the attention. If several splits are no cluster, a second kernel combines them in order. Both kernels use PDL
-// if available, the first one only with `attend.pdl`. Operands need no alignment beyond their elements; the workspace is
+// Enqueues the attention. With several splits, a second kernel combines them in order. Both kernels use PDL if
+// available, the first one only with `attend.pdl`. Operands need no alignment beyond their elements; the workspace is
 // 16-byte aligned. `out` must not overlap operands, except that it may equal `query`.
 cudaError_t LaunchAttend(const Attend& attend, void* workspace, int64_t workspace_bytes,
                          const Device& device, cudaStream_t stream);

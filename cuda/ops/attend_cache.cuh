@@ -14,7 +14,6 @@ inline constexpr int kUnit = 16;       // slots per unit, which a warp processes
 inline constexpr int kRows = 16;       // query heads of a product, padded with zeros
 inline constexpr int kLookahead = 32;  // units per comparison of positions
 inline constexpr int kMaxSplits = 64;
-inline constexpr int kMaxClusterSplits = 8;  // CTAs of a cluster on every GPU that has clusters
 inline constexpr float kLog2E = 1.4426950408889634f;
 inline constexpr float kLowest =
     -1e30f;  // below all scores; finite, so that differences are not NaN
@@ -67,9 +66,8 @@ struct Params {
   float *key_scales, *value_scales;
   const int32_t *slot, *position, *positions;
   void* out;
-  float*
-      sums;  // [batch * heads, splits, head_size]; null: one split or a cluster, results go to out
-  float2* stats;               // [batch * heads, splits]: the maximum and the sum of weights
+  float* sums;    // [batch * heads, splits, head_size]; null: one split, results go to out
+  float2* stats;  // [batch * heads, splits]: the maximum and the sum of weights
   int kv_heads, shared, size;  // key heads, query heads per key head, head size
   int slots, reach, splits;
   int rounds, odd_units;  // each warp has `rounds` units, the first `odd_units` warps one more
@@ -79,15 +77,14 @@ struct Params {
   bool neighbours;  // pairs of the rotation
   bool aligned;     // keys and values of the cache begin at multiples of 16 bytes
   bool pdl;         // as in Attend
-  bool cluster;     // the splits of a key head are a cluster
 };
 
 __device__ inline int Warp() { return threadIdx.x / 32; }
 __device__ inline int Lane() { return threadIdx.x % 32; }
 
 // A CTA's key head, part of the slots, and sequence.
-__device__ inline int KvHead() { return blockIdx.y; }
-__device__ inline int Split() { return blockIdx.x; }
+__device__ inline int KvHead() { return blockIdx.x; }
+__device__ inline int Split() { return blockIdx.y; }
 __device__ inline int Element() { return blockIdx.z; }
 
 // The first query head of a CTA, counted over all sequences.

@@ -13,10 +13,10 @@ namespace jaxlowbit {
 
 // Types are kF32, kBf16 or kF16.
 struct CombineChoices {
-  ElementType weight_type = ElementType::kF32, out_type = ElementType::kF32;
-  int tokens = 0;
-  int top = 0;
-  int64_t columns = 0;
+  ElementType weight_type, out_type;
+  int tokens;
+  int top;
+  int64_t columns;
   const float* rows = nullptr;     // [tokens * top, columns]
   const int32_t* place = nullptr;  // [tokens, top], the row of each choice; -1: none
   // If place is null, row i is of choice i, unless its expert is not local (group_choices.h).

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // rms_norm: per row, sum = x + addend, out = sum / sqrt(mean(sum^2) + epsilon) * scale, between the products of a
-// transformer block. With several devices, the addend is a partial sum and is all-reduced first (exchange.cuh). Behind a
-// mixture of experts, the addend may be computed here (combine_choices.cuh).
+// transformer block. With several devices, the addend is a partial sum and is all-reduced first (exchange.cuh).
 //
 // Bound: latency of one row, from the end of the previous kernel to the start of the next product, which loads its
 // weights meanwhile. So a CTA keeps one row in registers and loads scales before the PDL wait. A row that is exchanged
@@ -16,28 +15,67 @@
 
 #include "cuda/device/cluster.cuh"
 #include "cuda/device/pdl.cuh"
-#include "cuda/device/row_squares.cuh"
 #include "cuda/extents.h"
 #include "cuda/kernels/launch_config.h"
 #include "cuda/limits.h"
-#include "cuda/ops/combine_choices.cuh"
 #include "cuda/ops/exchange.cuh"
 #include "cuda/ops/rms_norm.h"
 #include "cuda/ops/rounded_row.cuh"
-#include "cuda/ops/row_vectors.cuh"
 
 namespace jaxlowbit {
 namespace {
 
-using row::kElements;
-using row::Load;
-using row::LoadFloats;
-using row::Store;
-using row::SumOfBlock;
-using row::Vector;
-
+constexpr int kElements = 8;  // per vector
 constexpr int kMaxVectors = static_cast<int>(kMaxRmsNormColumns) / (kMaxThreads * kElements);
-static_assert(kMaxVectors == 2 && kMaxThreads == kMaxSquaresThreads);
+static_assert(kMaxVectors == 2);
+
+template <typename T>
+struct alignas(16) Vector {
+  T at[kElements];
+};
+
+template <bool kAligned, typename T>
+__device__ Vector<T> Load(const T* pointer, int64_t vector) {
+  if constexpr (kAligned) {
+    return reinterpret_cast<const Vector<T>*>(pointer)[vector];
+  } else {
+    Vector<T> value;
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) value.at[i] = pointer[vector * kElements + i];
+    return value;
+  }
+}
+template <bool kAligned, typename T>
+__device__ void Store(const Vector<T>& value, T* pointer, int64_t vector) {
+  if constexpr (kAligned) {
+    reinterpret_cast<Vector<T>*>(pointer)[vector] = value;
+  } else {
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) pointer[vector * kElements + i] = value.at[i];
+  }
+}
+
+// Loads a vector of float32 if `wide`, else of T.
+template <bool kAligned, typename T>
+__device__ Vector<float> LoadFloats(const void* from, bool wide, int64_t vector) {
+  if (wide) return Load<kAligned>(static_cast<const float*>(from), vector);
+  const Vector<T> narrow = Load<kAligned>(static_cast<const T*>(from), vector);
+  Vector<float> value;
+#pragma unroll
+  for (int i = 0; i < kElements; ++i) value.at[i] = static_cast<float>(narrow.at[i]);
+  return value;
+}
+
+// The sum of `value` over all threads of the CTA.
+__device__ float SumOfBlock(float value) {
+  __shared__ float sums[kMaxThreads / 32];
+  for (int lanes = 16; lanes > 0; lanes /= 2) value += __shfl_xor_sync(~0u, value, lanes);
+  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = value;
+  __syncthreads();
+  value = threadIdx.x % 32 < blockDim.x / 32 ? sums[threadIdx.x % 32] : 0;
+  for (int lanes = 16; lanes > 0; lanes /= 2) value += __shfl_xor_sync(~0u, value, lanes);
+  return value;
+}
 
 // The threads that share a row: of a cluster, or of one CTA.
 struct Team {
@@ -69,14 +107,16 @@ __device__ float SumOfTeam(const Team& team, float value) {
   if (kSpread && team.ctas > 1) {
     __shared__ float sums[kMaxThreads / 32];
     const int lane = threadIdx.x % 32, warps = team.threads() / 32;
-    value = SumOfLanes(value);
+    for (int lanes = 16; lanes > 0; lanes /= 2) value += __shfl_xor_sync(~0u, value, lanes);
     __syncwarp();
     WaitForArrivals();
     if (lane < team.ctas) StoreToRank(&sums[team.thread() / 32], lane, value);
     __syncwarp();
     ReleaseToCluster();
     WaitForArrivals();
-    return SumOfLanes(lane < warps ? sums[lane] : 0);
+    value = lane < warps ? sums[lane] : 0;
+    for (int lanes = 16; lanes > 0; lanes /= 2) value += __shfl_xor_sync(~0u, value, lanes);
+    return value;
   }
 #endif
   return SumOfBlock(value);
@@ -133,29 +173,8 @@ __device__ void StoreRounded(const Vector<T>& result, const Divisor& divisor, ui
   }
 }
 
-// Stores the sum of the choices of a row, and returns it.
-template <typename T>
-__device__ Vector<float> AddChoices(const CombineChoices& p, const ChoiceRows& choices, int row,
-                                    int vectors, int at) {
-  Vector<float> sum = {};
-  choices.Add(p.rows, vectors, at, sum.at);
-  Vector<T> rounded;
-#pragma unroll
-  for (int i = 0; i < kElements; ++i) {
-    rounded.at[i] = T(sum.at[i]);
-    sum.at[i] = static_cast<float>(rounded.at[i]);
-  }
-  Store<true>(rounded, static_cast<T*>(p.out), int64_t{row} * vectors + at);
-  return sum;
-}
-
 // Type of the normalized rows: T, or 8 bits.
 enum class Form { kFloats, kInt8, kE4m3 };
-
-// The addend: rows, a partial sum of several devices, or choices of experts.
-enum class Addend { kRows, kParts, kChoices };
-
-constexpr int kMaxChoiceThreads = 512;  // more have too few registers
 
 // log2 of the CTAs of a row at most, and threads of each.
 constexpr int kMaxSpreadShift = 3, kMaxSpreadThreads = 256;
@@ -163,35 +182,31 @@ static_assert(kMaxThreads <= kMaxSpreadThreads << (kMaxSpreadShift - 1));
 static_assert(kMaxThreads / 32 <= kMaxExchangeWarps && kElements == kExchangeColumns);
 
 // For the compiler: maximum number of threads of a CTA, and CTAs of an SM.
-template <Form kForm, int kVectors, Addend kAddend>
+template <Form kForm, int kVectors, bool kParts>
 struct Bounds {
 #if __CUDA_ARCH__ >= 900
-  static constexpr bool kSpread = kAddend == Addend::kParts;
+  static constexpr bool kSpread = kParts;
 #else
   static constexpr bool kSpread = false;
 #endif
-  static constexpr int kThreads = kSpread                       ? kMaxSpreadThreads
-                                  : kAddend == Addend::kChoices ? kMaxChoiceThreads
-                                                                : kMaxThreads;
+  static constexpr int kThreads = kSpread ? kMaxSpreadThreads : kMaxThreads;
   static constexpr int kCtas = kSpread ? 2 : kForm == Form::kFloats ? 0 : 1;
   // Whether x and the scales are loaded before the exchange; a thread of 1024 has too few registers.
   static constexpr bool kLoadsEarly = kSpread;
 };
 
-// kVectors: vectors per thread. kAligned: all buffers are 16-byte aligned.
-template <typename T, Form kForm, int kVectors, bool kAligned, Addend kAddend>
-__global__ void __launch_bounds__(Bounds<kForm, kVectors, kAddend>::kThreads,
-                                  Bounds<kForm, kVectors, kAddend>::kCtas)
+// kVectors: vectors per thread. kAligned: all buffers are 16-byte aligned. kParts: the addend is a partial sum.
+template <typename T, Form kForm, int kVectors, bool kAligned, bool kParts>
+__global__ void __launch_bounds__(Bounds<kForm, kVectors, kParts>::kThreads,
+                                  Bounds<kForm, kVectors, kParts>::kCtas)
     RmsNormKernel(const T* x, const void* addend, bool wide_addend, const void* scale,
                   bool wide_scale, T* sum, void* out, float* out_scale, int vectors, float epsilon,
-                  int cta_shift, const __grid_constant__ Exchange exchange,
-                  const __grid_constant__ CombineChoices choices) {
-  constexpr bool kParts = kAddend == Addend::kParts;
+                  int cta_shift, const __grid_constant__ Exchange exchange) {
   LaunchDependents();
   const Team team = FindTeam<kParts>(cta_shift);
   if (scale != nullptr) StartSum<kParts>(team);
-  const int64_t first = int64_t{team.row} * vectors;
-  constexpr bool kLoadsEarly = Bounds<kForm, kVectors, kAddend>::kLoadsEarly;
+  const int64_t row = int64_t{team.row} * vectors;
+  constexpr bool kLoadsEarly = Bounds<kForm, kVectors, kParts>::kLoadsEarly;
   Vector<float> scales[kVectors];
   const auto load_scales = [&] {
 #pragma unroll
@@ -202,27 +217,15 @@ __global__ void __launch_bounds__(Bounds<kForm, kVectors, kAddend>::kThreads,
     }
   };
   if constexpr (kLoadsEarly || !kParts) load_scales();
+  WaitForPreviousKernels();
   Vector<float> addends[kVectors];
   Vector<T> sums[kVectors];  // x at first
-  if constexpr (kAddend == Addend::kChoices) {
-    if (choices.place != nullptr) WaitForPreviousKernels();  // experts and weights are older
-    const ChoiceRows rows(choices, LocalExperts(choices.experts, choices.offset),
-                          int64_t{team.row} * choices.top, 0);
-    WaitForPreviousKernels();
-    const int at = team.thread();
-    if (at < vectors) {
-      sums[0] = Load<kAligned>(x, first + at);
-      addends[0] = AddChoices<T>(choices, rows, team.row, vectors, at);
-    }
-  } else {
-    WaitForPreviousKernels();
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      const int at = i * team.threads() + team.thread();
-      if (at >= vectors) break;
-      addends[i] = LoadFloats<kAligned, T>(addend, wide_addend, first + at);
-      if constexpr (kLoadsEarly) sums[i] = Load<kAligned>(x, first + at);
-    }
+  for (int i = 0; i < kVectors; ++i) {
+    const int at = i * team.threads() + team.thread();
+    if (at >= vectors) break;
+    addends[i] = LoadFloats<kAligned, T>(addend, wide_addend, row + at);
+    if constexpr (kLoadsEarly) sums[i] = Load<kAligned>(x, row + at);
   }
   if constexpr (kParts) AddParts(exchange, team, vectors, addends);
   if constexpr (!kLoadsEarly && kParts) load_scales();
@@ -231,11 +234,14 @@ __global__ void __launch_bounds__(Bounds<kForm, kVectors, kAddend>::kThreads,
   for (int i = 0; i < kVectors; ++i) {
     const int at = i * team.threads() + team.thread();
     if (at >= vectors) break;
-    if constexpr (!kLoadsEarly && kAddend != Addend::kChoices) {
-      sums[i] = Load<kAligned>(x, first + at);
+    if constexpr (!kLoadsEarly) sums[i] = Load<kAligned>(x, row + at);
+#pragma unroll
+    for (int j = 0; j < kElements; ++j) {
+      sums[i].at[j] =
+          T(static_cast<float>(sums[i].at[j]) + static_cast<float>(T(addends[i].at[j])));
+      squares += static_cast<float>(sums[i].at[j]) * static_cast<float>(sums[i].at[j]);
     }
-    row::AddTo(addends[i], sums[i], squares);
-    Store<kAligned>(sums[i], sum, first + at);
+    Store<kAligned>(sums[i], sum, row + at);
   }
   if (scale == nullptr) return;
   const float mean = SumOfTeam<kParts>(team, squares) / static_cast<float>(vectors * kElements);
@@ -248,11 +254,11 @@ __global__ void __launch_bounds__(Bounds<kForm, kVectors, kAddend>::kThreads,
     if (at >= vectors) break;
 #pragma unroll
     for (int j = 0; j < kElements; ++j) {
-      results[i].at[j] = row::Scaled(sums[i].at[j], factor, scales[i].at[j]);
+      results[i].at[j] = T(static_cast<float>(sums[i].at[j]) * factor * scales[i].at[j]);
       largest = max(largest, MagnitudeBits(static_cast<float>(results[i].at[j])));
     }
     if constexpr (kForm == Form::kFloats)
-      Store<kAligned>(results[i], static_cast<T*>(out), first + at);
+      Store<kAligned>(results[i], static_cast<T*>(out), row + at);
   }
   if constexpr (kForm != Form::kFloats) {
     constexpr bool kFloat8 = kForm == Form::kE4m3;
@@ -261,7 +267,7 @@ __global__ void __launch_bounds__(Bounds<kForm, kVectors, kAddend>::kThreads,
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       StoreRounded<kFloat8, kAligned>(results[i], divisor,
-                                      static_cast<uint8_t*>(out) + first * kElements,
+                                      static_cast<uint8_t*>(out) + row * kElements,
                                       i * blockDim.x + threadIdx.x, vectors);
     }
   }
@@ -269,45 +275,37 @@ __global__ void __launch_bounds__(Bounds<kForm, kVectors, kAddend>::kThreads,
 
 template <typename T>
 using KernelFunction = void (*)(const T*, const void*, bool, const void*, bool, T*, void*, float*,
-                                int, float, int, Exchange, CombineChoices);
+                                int, float, int, Exchange);
 
 // Template arguments of the kernel, as values.
 struct Variant {
   Form form;
-  bool two_vectors, aligned;
-  Addend addend;
+  bool two_vectors, aligned, parts;
 };
 
-template <typename T, Form kForm, Addend kAddend>
+template <typename T, Form kForm, bool kParts>
 KernelFunction<T> Find(const Variant& variant) {
   if (variant.aligned) {
-    return variant.two_vectors ? RmsNormKernel<T, kForm, kMaxVectors, true, kAddend>
-                               : RmsNormKernel<T, kForm, 1, true, kAddend>;
+    return variant.two_vectors ? RmsNormKernel<T, kForm, kMaxVectors, true, kParts>
+                               : RmsNormKernel<T, kForm, 1, true, kParts>;
   }
-  return variant.two_vectors ? RmsNormKernel<T, kForm, kMaxVectors, false, kAddend>
-                             : RmsNormKernel<T, kForm, 1, false, kAddend>;
+  return variant.two_vectors ? RmsNormKernel<T, kForm, kMaxVectors, false, kParts>
+                             : RmsNormKernel<T, kForm, 1, false, kParts>;
 }
 
-// 8-bit results have an addend of rows, and choices have aligned buffers and one vector per thread.
+// 8-bit results are supported only without an exchange.
 template <typename T>
 KernelFunction<T> Find(const Variant& variant) {
   switch (variant.form) {
     case Form::kInt8:
-      return Find<T, Form::kInt8, Addend::kRows>(variant);
+      return Find<T, Form::kInt8, false>(variant);
     case Form::kE4m3:
-      return Find<T, Form::kE4m3, Addend::kRows>(variant);
+      return Find<T, Form::kE4m3, false>(variant);
     case Form::kFloats:
       break;
   }
-  switch (variant.addend) {
-    case Addend::kParts:
-      return Find<T, Form::kFloats, Addend::kParts>(variant);
-    case Addend::kChoices:
-      return RmsNormKernel<T, Form::kFloats, 1, true, Addend::kChoices>;
-    case Addend::kRows:
-      break;
-  }
-  return Find<T, Form::kFloats, Addend::kRows>(variant);
+  return variant.parts ? Find<T, Form::kFloats, true>(variant)
+                       : Find<T, Form::kFloats, false>(variant);
 }
 
 Form FormOf(ElementType out) {
@@ -327,21 +325,19 @@ int CtaShift(const RmsNorm& norm, int warps, const Device& device) {
 template <typename T>
 cudaError_t Launch(const RmsNorm& norm, const Device& device, cudaStream_t stream) {
   const int vectors = static_cast<int>(norm.columns / kElements);
-  const int warps = SquaresWarps(vectors);
+  const int warps = static_cast<int>(std::min<int64_t>(kMaxThreads / 32, CeilDiv(vectors, 32)));
   const int cta_shift = CtaShift(norm, warps, device), ctas = 1 << cta_shift;
   const LaunchConfig launch(norm.rows * ctas, static_cast<int>(CeilDiv(warps, ctas)) * 32, 0,
                             stream, device.compute_capability >= 90, ctas > 1 ? ctas : 0);
   const bool aligned = IsAligned(norm.x) && IsAligned(norm.addend) && IsAligned(norm.scale) &&
                        IsAligned(norm.sum) && IsAligned(norm.out);
-  const Addend addend = norm.choices.tokens > 0   ? Addend::kChoices
-                        : norm.exchange.parts > 1 ? Addend::kParts
-                                                  : Addend::kRows;
-  const auto kernel = Find<T>({FormOf(norm.out_type), vectors > kMaxThreads, aligned, addend});
+  const auto kernel =
+      Find<T>({FormOf(norm.out_type), vectors > kMaxThreads, aligned, norm.exchange.parts > 1});
   return cudaLaunchKernelEx(&launch.config, kernel, static_cast<const T*>(norm.x), norm.addend,
                             norm.addend_type == ElementType::kF32, norm.scale,
                             norm.scale_type == ElementType::kF32, static_cast<T*>(norm.sum),
                             norm.out, norm.out_scale, vectors, norm.epsilon, cta_shift,
-                            norm.exchange, norm.choices);
+                            norm.exchange);
 }
 
 template <typename T>
@@ -355,9 +351,9 @@ cudaError_t PrepareRmsNorm() {
   for (Form form : {Form::kFloats, Form::kInt8, Form::kE4m3}) {
     for (bool two_vectors : {false, true}) {
       for (bool aligned : {false, true}) {
-        for (Addend addend : {Addend::kRows, Addend::kParts, Addend::kChoices}) {
-          if (addend != Addend::kRows && form != Form::kFloats) continue;
-          const Variant variant = {form, two_vectors, aligned, addend};
+        for (bool parts : {false, true}) {
+          if (parts && form != Form::kFloats) continue;
+          const Variant variant = {form, two_vectors, aligned, parts};
           for (const auto prepare : {Prepare<__nv_bfloat16>, Prepare<__half>}) {
             const cudaError_t error = prepare(variant);
             if (error != cudaSuccess) return error;
@@ -367,13 +363,6 @@ cudaError_t PrepareRmsNorm() {
     }
   }
   return cudaSuccess;
-}
-
-bool SupportsChoices(const RmsNorm& norm, const CombineChoices& choices) {
-  constexpr int64_t kMaxRows = 64;  // more rows are memory-bound
-  return norm.exchange.parts == 1 && norm.out_type == norm.type && choices.out_type == norm.type &&
-         norm.rows == choices.tokens && norm.rows <= kMaxRows && choices.top <= kTogether &&
-         norm.columns == choices.columns && norm.columns <= kMaxChoiceThreads * kElements;
 }
 
 cudaError_t LaunchRmsNorm(const RmsNorm& norm, const Device& device, cudaStream_t stream) {

@@ -8,7 +8,6 @@
 #include <cstdint>
 
 #include "cuda/gpu.h"
-#include "cuda/ops/combine_choices.h"
 #include "cuda/ops/exchange.h"
 #include "cuda/types.h"
 
@@ -28,13 +27,7 @@ struct RmsNorm {
   Exchange exchange = {};
   ElementType out_type = type;  // `type`, kInt8 or kE4m3
   float* out_scale = nullptr;   // [rows], with an 8-bit out
-  // If there are tokens, they are the rows, and the addend is their sum of choices, which is stored, too: addend is
-  // choices.out. See SupportsChoices.
-  CombineChoices choices = {};
 };
-
-// Whether the normalization adds choices itself. All buffers must be aligned.
-bool SupportsChoices(const RmsNorm& norm, const CombineChoices& choices);
 
 cudaError_t PrepareRmsNorm();
 

@@ -10,16 +10,12 @@
 //   sums of all CTAs ──► rank 0 ──► one warp                logits, choices, softmax
 //
 // Sums are added in a fixed order: rows of a thread, lanes, warps, CTAs.
-//
-// The router may compute the normalization of x, too (RowNormalizer): then each CTA adds the squares of the whole row, in
-// the order of rms_norm.cu.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <algorithm>
 #include <climits>
-#include <type_traits>
 
 #include "cuda/device/barrier.cuh"
 #include "cuda/device/bulk.cuh"
@@ -29,7 +25,6 @@
 #include "cuda/kernels/launch_config.h"
 #include "cuda/limits.h"
 #include "cuda/ops/route_choices.h"
-#include "cuda/ops/row_vectors.cuh"
 
 namespace jaxlowbit {
 namespace {
@@ -244,59 +239,6 @@ __device__ void LoadColumns(const RouteChoices& p, int token, int rank, float* t
   __syncthreads();
 }
 
-// Computes and stores a normalization. A thread has a vector of the row.
-template <typename T>
-class RowNormalizer {
- public:
-  __device__ RowNormalizer(const RmsNorm& norm, int token, int rank)
-      : norm_(norm),
-        vectors_(static_cast<int>(norm.columns) / row::kElements),
-        own_(vectors_ / kRouteCtas),
-        rank_(rank),
-        first_(int64_t{token} * vectors_) {
-    if (Exists()) {
-      scales_ = row::LoadFloats<true, T>(norm.scale, norm.scale_type == ElementType::kF32, At());
-    }
-  }
-
-  // Normalizes the row; the CTA's columns go to `x`.
-  __device__ void Normalize(float* x) const {
-    row::Vector<T> sum = {};
-    float squares = 0;
-    if (Exists()) {
-      const bool wide = norm_.addend_type == ElementType::kF32;
-      const auto addend = row::LoadFloats<true, T>(norm_.addend, wide, first_ + At());
-      sum = row::Load<true>(static_cast<const T*>(norm_.x), first_ + At());
-      row::AddTo(addend, sum, squares);
-    }
-    const float mean = row::SumOfBlock(squares) / static_cast<float>(vectors_ * row::kElements);
-    const float factor = rsqrtf(mean + norm_.epsilon);
-    if (Exists() && At() / own_ == rank_) {
-      row::Vector<T> result;
-#pragma unroll
-      for (int i = 0; i < row::kElements; ++i) {
-        result.at[i] = row::Scaled(sum.at[i], factor, scales_.at[i]);
-        x[(At() - rank_ * own_) * row::kElements + i] = static_cast<float>(result.at[i]);
-      }
-      row::Store<true>(sum, static_cast<T*>(norm_.sum), first_ + At());
-      row::Store<true>(result, static_cast<T*>(norm_.out), first_ + At());
-    }
-    __syncthreads();
-  }
-
- private:
-  __device__ static int At() { return static_cast<int>(threadIdx.x); }
-  __device__ bool Exists() const { return At() < vectors_; }
-
-  const RmsNorm& norm_;
-  const int vectors_, own_, rank_;  // own: of a CTA
-  const int64_t first_;
-  row::Vector<float> scales_;
-};
-
-// Instead of a type, without a normalization.
-struct None {};
-
 // The key of an expert, from its sums of all CTAs.
 __device__ uint32_t KeyOfSums(const float* of_ranks) {
   float sum = 0;
@@ -305,8 +247,8 @@ __device__ uint32_t KeyOfSums(const float* of_ranks) {
   return KeyOf(sum);
 }
 
-// Cluster t has token t. T: None, or the type of the rows, which are normalized first.
-template <typename W, bool kAligned, typename T = None>
+// Cluster t has token t.
+template <typename W, bool kAligned>
 __global__ void __launch_bounds__(kThreads, 1) RouteKernel(const __grid_constant__ RouteChoices p) {
 #if __CUDA_ARCH__ >= 900
   __shared__ float of_ranks[kRouteCtas * kMaxRoutedExperts];
@@ -330,16 +272,9 @@ __global__ void __launch_bounds__(kThreads, 1) RouteKernel(const __grid_constant
   weights.Prefetch(kTogether<W>);
   const bool biased = p.bias != nullptr && rank == 0 && thread < p.experts;
   const float bias = biased ? LoadFloat(p.bias, p.bias_type, thread) : 0;
-  if constexpr (std::is_same_v<T, None>) {
-    WaitForArrivals();  // the barrier exists
-    WaitForPreviousKernels();
-    LoadColumns(p, token, rank, x);
-  } else {
-    const RowNormalizer<T> normalizer(p.norm, token, rank);
-    WaitForArrivals();  // the barrier exists
-    WaitForPreviousKernels();
-    normalizer.Normalize(x);
-  }
+  WaitForArrivals();  // the barrier exists
+  WaitForPreviousKernels();
+  LoadColumns(p, token, rank, x);
   float sums[Vector<W>::kCount] = {};
   for (int first = 0;;) {
     weights.AddProducts(first, ahead, x, sums);
@@ -361,49 +296,40 @@ __global__ void __launch_bounds__(kThreads, 1) RouteKernel(const __grid_constant
 #endif
 }
 
-using KernelFunction = void (*)(RouteChoices);
+template <typename W>
+cudaError_t Launch(const RouteChoices& route, cudaStream_t stream) {
+  const LaunchConfig launch(int64_t{route.tokens} * kRouteCtas, kThreads, 0, stream, route.pdl,
+                            kRouteCtas);
+  return cudaLaunchKernelEx(&launch.config,
+                            IsAligned(route.router) ? RouteKernel<W, true> : RouteKernel<W, false>,
+                            route);
+}
 
 template <typename W>
-KernelFunction Find(bool aligned) {
-  return aligned ? RouteKernel<W, true> : RouteKernel<W, false>;
-}
-
-KernelFunction Find(const RouteChoices& route) {
-  if (route.norm.rows > 0) {
-    return route.x_type == ElementType::kBf16 ? RouteKernel<float, true, __nv_bfloat16>
-                                              : RouteKernel<float, true, __half>;
-  }
-  const bool aligned = IsAligned(route.router);
-  return route.router_type == ElementType::kF32    ? Find<float>(aligned)
-         : route.router_type == ElementType::kBf16 ? Find<__nv_bfloat16>(aligned)
-                                                   : Find<__half>(aligned);
-}
-
-}  // namespace
-
-cudaError_t PrepareRouteChoices() {
-  for (const KernelFunction kernel :
-       {RouteKernel<float, true>, RouteKernel<float, false>, RouteKernel<__nv_bfloat16, true>,
-        RouteKernel<__nv_bfloat16, false>, RouteKernel<__half, true>, RouteKernel<__half, false>,
-        RouteKernel<float, true, __nv_bfloat16>, RouteKernel<float, true, __half>}) {
-    const cudaError_t error = PreferSharedMemory(reinterpret_cast<const void*>(kernel));
+cudaError_t Prepare() {
+  for (const void* kernel : {reinterpret_cast<const void*>(RouteKernel<W, true>),
+                             reinterpret_cast<const void*>(RouteKernel<W, false>)}) {
+    const cudaError_t error = PreferSharedMemory(kernel);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
 }
 
-bool SupportsNorm(const RouteChoices& route, const RmsNorm& norm) {
-  return norm.exchange.parts == 1 && norm.choices.tokens == 0 && norm.out_type == norm.type &&
-         norm.type == route.x_type && route.router_type == ElementType::kF32 &&
-         norm.rows == route.tokens && norm.columns == route.columns &&
-         norm.columns % (kRouteCtas * row::kElements) == 0 &&
-         norm.columns <= kThreads * row::kElements;
+}  // namespace
+
+cudaError_t PrepareRouteChoices() {
+  for (const auto prepare : {Prepare<float>, Prepare<__nv_bfloat16>, Prepare<__half>}) {
+    const cudaError_t error = prepare();
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
 }
 
 cudaError_t LaunchRouteChoices(const RouteChoices& route, cudaStream_t stream) {
-  const LaunchConfig launch(int64_t{route.tokens} * kRouteCtas, kThreads, 0, stream, route.pdl,
-                            kRouteCtas);
-  return cudaLaunchKernelEx(&launch.config, Find(route), route);
+  const auto launch = route.router_type == ElementType::kF32    ? Launch<float>
+                      : route.router_type == ElementType::kBf16 ? Launch<__nv_bfloat16>
+                                                                : Launch<__half>;
+  return launch(route, stream);
 }
 
 }  // namespace jaxlowbit

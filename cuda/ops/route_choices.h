@@ -7,7 +7,6 @@
 
 #include <cstdint>
 
-#include "cuda/ops/rms_norm.h"
 #include "cuda/types.h"
 
 namespace jaxlowbit {
@@ -16,27 +15,20 @@ namespace jaxlowbit {
 // among equal logits. NaN counts as the largest. Weights are exp(logit - largest logit), divided by the sum of these
 // over the choices if `normalized`, else over all experts. UnsupportedRoute (limits.h) has no reason against the sizes.
 struct RouteChoices {
-  ElementType x_type = ElementType::kBf16;  // kBf16 or kF16
-  ElementType router_type = ElementType::kF32,
-              bias_type = ElementType::kF32;  // kF32, kBf16 or kF16
-  int tokens = 0;
-  int top = 0;
-  int experts = 0;
-  int64_t columns = 0;
-  bool normalized = false;
-  bool pdl =
-      false;  // the previous kernel belongs to the same call; it writes neither router nor bias
+  ElementType x_type;                  // kBf16 or kF16
+  ElementType router_type, bias_type;  // kF32, kBf16 or kF16
+  int tokens;
+  int top;
+  int experts;
+  int64_t columns;
+  bool normalized;
+  bool pdl;  // the previous kernel belongs to the same call; it writes neither router nor bias
   const void* x = nullptr;       // [tokens, columns]
   const void* router = nullptr;  // [columns, experts]
   const void* bias = nullptr;    // [experts], or null
   int32_t* expert = nullptr;     // [tokens, top]
   float* weight = nullptr;       // [tokens, top]
-  // If it has rows, they are the tokens, and x is its result: see SupportsNorm. Its sum must not overlap its operands.
-  RmsNorm norm = {};
 };
-
-// Whether the router normalizes its rows itself. All buffers must be aligned.
-bool SupportsNorm(const RouteChoices& route, const RmsNorm& norm);
 
 cudaError_t PrepareRouteChoices();
 

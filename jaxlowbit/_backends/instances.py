@@ -74,8 +74,8 @@ def of_product(
 ) -> list[Instance]:
     """The instances selected for a product of this size that are compiled at run time.
 
-    Covers the product as the only one of its call, after another one, after a normalization, as one
-    of a gated pair, with unaligned weights, and, if requested, transposed.
+    Covers the product as the only one of its call, after another one, as one of a gated pair, with
+    unaligned weights, and, if requested, transposed.
     """
     narrow = lhs in VALUES  # quantized activations, supported by only one kind of call
     variants: list[dict[str, bool]] = [
@@ -90,12 +90,7 @@ def of_product(
         selection.choose(1, m, k, n, lhs, scale, format, device=device, **variant)
         for variant in variants
     )
-    wanted = {
-        Instance(*choice[name]): None
-        for choice in choices
-        for name in ("instance", "normalizing")
-        if name in choice
-    }
+    wanted = {Instance(*choice["instance"]): None for choice in choices if "instance" in choice}
     ahead_of_time = {expression for _, expression, ahead, *_ in ffi.instances(format.bits) if ahead}
     return [instance for instance in wanted if instance.expression not in ahead_of_time]
 

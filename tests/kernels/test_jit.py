@@ -43,7 +43,6 @@ ROUNDS = (
     "jaxlowbit::sm90_stream::QmmSm90StreamKernel<jaxlowbit::sm90_stream::Instance"
     f"<__nv_bfloat16, float, {NONE}, 8, 4, 2, jaxlowbit::sm90_stream::LhsPath::kRounds>>"
 )
-NORMALIZES = ROUNDS.replace("kRounds", "kNormalizes").replace(", float,", ", __nv_bfloat16,")
 SMALL = [("sm80_transposed", INSTANCES["sm80_transposed"])]  # compiles in the shortest time
 
 pytestmark = pytest.mark.skipif(not BUILD["cuda"], reason="this build has no CUDA kernels")
@@ -105,16 +104,15 @@ def filled(nvrtc, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def every(nvrtc, tmp_path_factory):
-    """A cache of an instance of each family, in the build if it has one, and of the ways `kRounds`
-    and `kNormalizes`; the instances; the results."""
+    """A cache of an instance of each family, in the build if it has one, and of the way `kRounds`;
+    the instances; the results."""
     cache = tmp_path_factory.mktemp("every")
     built = {
         family: instance
         for family in FAMILIES
         for _, instance in sample(instances_of(*WIDTHS, family=family, built=True), 1)
     }
-    instances = [*(INSTANCES | built).items()]
-    instances += [("sm90_stream", name) for name in (ROUNDS, NORMALIZES)]
+    instances = [*(INSTANCES | built).items(), ("sm90_stream", ROUNDS)]
     return cache, instances, compiled(cache, instances)[1]
 
 
@@ -304,8 +302,7 @@ def test_every_instance_has_one_name():
             integers = codebook == "none" and not narrow
             floats = types[0] in ("bfloat16", "float16")
             held = floats and integers and bits in ffi.KERNEL_BITS
-            before = "kRounds" in expression or "kNormalizes" in expression
-            held = held and usual and (plain or not between) and not before
+            held = held and usual and (plain or not between) and "kRounds" not in expression
             assert ahead_of_time == held, expression
 
 
@@ -421,7 +418,7 @@ def compiler(monkeypatch, toolchain):
     return asked
 
 
-@pytest.mark.parametrize(("device", "capability", "count"), [("H200", 90, 29), ("A100", 80, 4)])
+@pytest.mark.parametrize(("device", "capability", "count"), [("H200", 90, 28), ("A100", 80, 4)])
 def test_all_kernels_of_a_format_are_compiled(compiler, capsys, device, capability, count):
     main(["compile", "--format", "int2-g128-integer", "--device", device])
     ((asked, wanted),) = compiler
@@ -480,12 +477,8 @@ def test_kernels_for_quantized_activations(compiler, dtype, format, name):
 
 
 def test_kernels_of_the_build_are_not_compiled(compiler, capsys):
-    """On Hopper, all but the one that normalizes rows."""
-    main(["compile", "--format", "int4-g128", "--device", "A100"])
-    assert "the build contains all of these kernels" in capsys.readouterr().out and not compiler
     main(["compile", "--format", "int4-g128", "--device", "H200"])
-    ((_, wanted),) = compiler
-    assert ["kNormalizes" in instance.expression for instance in wanted] == [True]
+    assert "the build contains all of these kernels" in capsys.readouterr().out and not compiler
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ InstanceKey KeyOf(const QuantizedMatmul& problem, const Choice& choice, const De
 }
 
 std::string NameOf(const InstanceKey& key) {
-  constexpr const char* kPaths[] = {"kStages", "kGathers", "kRounds", "kNormalizes"};
+  constexpr const char* kPaths[] = {"kStages", "kGathers", "kRounds"};
   const Variant variant = Variant::Of(key);
   const std::string instance =
       "jaxlowbit::sm90_stream::Instance<" + CudaName(key.lhs) + ", " + CudaName(key.scale) + ", " +
@@ -47,8 +47,6 @@ std::vector<InstanceKey> InstancesOf(int bits) {
     }
     key.variant = kRounds.number();
     if (key.lhs == ElementType::kBf16 && !HasTwoLevels(key.scale)) keys.push_back(key);
-    key.variant = kNormalizes.number();
-    if (MayNormalize(bits, key.scale, key.zero)) keys.push_back(key);
   });
   return keys;
 }

@@ -46,9 +46,6 @@ inline constexpr Variant kVariants[] = {{8, kMaxCtasPerSm, LhsPath::kStages},
 // Rounds a bfloat16 lhs. Always JIT-compiled.
 inline constexpr Variant kRounds = {8, kMaxCtasPerSm, LhsPath::kRounds};
 
-// Normalizes its rows. Always JIT-compiled.
-inline constexpr Variant kNormalizes = {8, kMaxCtasPerSm, LhsPath::kNormalizes};
-
 InstanceKey KeyOf(const QuantizedMatmul& problem, const Choice& choice, const Device& device);
 
 std::string NameOf(const InstanceKey& key);

@@ -19,8 +19,7 @@
 //
 // Pipeline.   warp 8, the producer: wait for a free slot ─► TMA of packed weights, lhs, scales     (fill.cuh)
 //             warps 0-7, consumers: wait for a full slot ─► dequantize ─► mma ─► free it       (multiply.cuh)
-//             before the first tile, if lhs is permuted, to be rounded or to be normalized: all of the CTA's lhs
-//                                                                      (gather.cuh, round.cuh, normalize.cuh)
+//             before the first tile, if lhs is permuted or to be rounded: all of the CTA's lhs (gather.cuh, round.cuh)
 //             end of a tile: send partial sums to their owners ─► add in order ─► epilogue ─► store
 //                                                                                                (reduce.cuh)
 //
@@ -46,7 +45,6 @@
 #include "cuda/kernels/sm90_stream/fill.cuh"
 #include "cuda/kernels/sm90_stream/gather.cuh"
 #include "cuda/kernels/sm90_stream/multiply.cuh"
-#include "cuda/kernels/sm90_stream/normalize.cuh"
 #include "cuda/kernels/sm90_stream/params.cuh"
 #include "cuda/kernels/sm90_stream/reduce.cuh"
 #include "cuda/kernels/sm90_stream/round.cuh"
@@ -316,11 +314,6 @@ __global__ void __launch_bounds__(ThreadsOf(I::kRagged), I::kCtasPerSm)
       RowRounder rounder(p, share, memory);
       start();
       rounder.Round(share.rank);
-    } else if constexpr (I::kLhsPath == LhsPath::kNormalizes) {
-      const Share share = OwnShare<I>(p, memory);
-      RowNormalizer<typename I::T> normalizer(p, share, memory);
-      start();
-      normalizer.Normalize();
     } else {
       start();
     }

@@ -107,8 +107,6 @@ class StreamLaunch final : public KernelLaunch {
     const QuantizedMatmul blocks = BlocksOf(problem, choice.block_m);
     params_ =
         ParamsOf(blocks, step.products.front().buffers, choice, CtasPerSm(blocks, device, choice));
-    params_.norm.epsilon = step.norm.epsilon;
-    params_.norm.wide_scale = step.norm.scale_type == ElementType::kF32;
     int64_t clusters = AssignClusters(step.products, choice.slices, params_);
     int64_t batch = problem.batch;
     if (persistent_) {
@@ -134,9 +132,6 @@ class StreamLaunch final : public KernelLaunch {
     Params p = params_;
     p.original_lhs = first.lhs;
     p.permutation = first.permutation;
-    p.norm.addend = first.addend;
-    p.norm.scale = first.norm;
-    p.norm.sum = first.sum;
     p.epilogue.bias = first.bias;
     p.epilogue.residual = p.apply_lhs_scale ? first.lhs_scale : first.residual;
     p.ragged.sizes = p.listed.list = first.group_sizes;

@@ -83,21 +83,12 @@ struct Product {
   int strips;  // of the weights of a batch element
 };
 
-// The normalization of the rows of lhs, for a kernel that normalizes them.
-struct NormParams {
-  const void *addend, *scale;
-  void* sum;
-  float epsilon;
-  bool wide_scale;  // float32; else the type of lhs
-};
-
 struct Params {
   CUtensorMap lhs;  // [batch * m, k] in tiles of an instance's rows and a stage's k
   Product products[kMaxProducts];
   // The first cluster of each product along the grid; beyond the grid for absent products.
   int first_cluster[kMaxProducts];
-  // For a kernel that gathers, rounds or normalizes lhs: the original lhs, its permutation, and the columns of a permuted
-  // part.
+  // For a kernel that gathers or rounds lhs: the original lhs, its permutation, and the columns of a permuted part.
   const void* original_lhs;
   const int32_t* permutation;
   int part_columns;
@@ -129,7 +120,6 @@ struct Params {
   UnitParams units[kMaxProducts];
   RaggedParams ragged;  // for a RaggedInstance
   ListedParams listed;  // for a ListedInstance
-  NormParams norm;      // for a kernel that normalizes lhs
 };
 
 // Synchronizes the consumers.

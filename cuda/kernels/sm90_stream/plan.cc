@@ -82,10 +82,9 @@ Plan PlanOf(const QuantizedMatmul& problem, int cluster_ctas, int slices, int ct
   const int64_t gather_bytes = gathered_bytes + problem.k * row_bytes;
   const bool gathers = problem.permuted_parts > 0 && problem.lhs_aligned && block_m == 8 &&
                        gather_bytes <= kMaxGatheredBytes;
-  plan.lhs_path = problem.normalizes                    ? LhsPath::kNormalizes
-                  : problem.rounding != Rounding::kNone ? LhsPath::kRounds
-                  : gathers                             ? LhsPath::kGathers
-                                                        : LhsPath::kStages;
+  plan.lhs_path = problem.rounding != Rounding::kNone ? LhsPath::kRounds
+                  : gathers                           ? LhsPath::kGathers
+                                                      : LhsPath::kStages;
   const bool in_stages = plan.lhs_path == LhsPath::kStages;
   // For m = 1 a tensor-map tile has a single row, since out-of-bounds rows slow down TMA.
   plan.lhs_rows = !in_stages || problem.m == 1 ? static_cast<int>(problem.m) : block_m;
@@ -100,9 +99,7 @@ Plan PlanOf(const QuantizedMatmul& problem, int cluster_ctas, int slices, int ct
   plan.sums_bytes = (senders << plan.owned_shift) * kSliceRows * block_m * 4;
   plan.gathered = kBarriersBytes + plan.sums_bytes * (IsOfBlocks(problem) ? 2 : 1);
   plan.whole_rows = plan.gathered + (in_stages ? 0 : static_cast<int>(gathered_bytes));
-  const int64_t before = gathers              ? plan.gathered + gather_bytes
-                         : problem.normalizes ? plan.whole_rows + kSquaresBytes
-                                              : plan.whole_rows;
+  const int64_t before = gathers ? plan.gathered + gather_bytes : plan.whole_rows;
   plan.ring = static_cast<int>(CeilDiv(before, kTmaAlignment) * kTmaAlignment);
   const bool exclusive = ctas_per_sm == 1;
   const bool leaves_room = plan.ring + kExclusiveStages * plan.slot_bytes <= kExclusiveBytes;
@@ -110,7 +107,7 @@ Plan PlanOf(const QuantizedMatmul& problem, int cluster_ctas, int slices, int ct
   plan.num_stages = std::min({IsOfBlocks(problem) ? kMaxRaggedStages : kMaxStages,
                               (bytes - plan.ring) / plan.slot_bytes,
                               std::max(2, kMaxPackedBytes / plan.bytes.packed)});
-  if (!in_stages && !gathers && gathered_bytes > kMaxGatheredBytes) plan.num_stages = 0;
+  if (plan.lhs_path == LhsPath::kRounds && gathered_bytes > kMaxGatheredBytes) plan.num_stages = 0;
   plan.shared_bytes = exclusive ? bytes : plan.ring + plan.num_stages * plan.slot_bytes;
   return plan;
 }

@@ -31,10 +31,10 @@ inline constexpr int kBarriersBytes = 512;  // room for all barriers, at the sta
 inline constexpr int kMaxRaggedStages = 8, kTileRecords = kMaxRaggedStages + 4;
 inline constexpr int kTileRecordBytes = 16;
 
-// How activations reach shared memory. kStages: by TMA with the weights of each stage. kGathers, kRounds, kNormalizes:
-// the consumers write all activations of the CTA's part of k before its first tile, gathering permuted columns
-// (gather.cuh), rounding 16-bit values to 8 bits (round.cuh) or normalizing rows (normalize.cuh).
-enum class LhsPath { kStages, kGathers, kRounds, kNormalizes };
+// How activations reach shared memory. kStages: by TMA with the weights of each stage. kGathers, kRounds: the consumers
+// write all activations of the CTA's part of k before its first tile, gathering permuted columns (gather.cuh) or
+// rounding 16-bit values to 8 bits (round.cuh).
+enum class LhsPath { kStages, kGathers, kRounds };
 
 // Maximum packed weights in a CTA's ring. More loads in flight slow down all of them.
 inline constexpr int kMaxPackedBytes = 64 * 1024;
@@ -45,22 +45,13 @@ inline constexpr int kMaxPackedBytes = 64 * 1024;
 inline constexpr int kExclusiveBytes = 117 * 1024;
 inline constexpr int kExclusiveStages = 3;
 
-// Maximum shared memory for gathered activations and their source rows, or for rounded or normalized activations. The
-// rest is for weights.
+// Maximum shared memory for gathered activations and their source rows, or for rounded activations. The rest is for
+// weights.
 inline constexpr int kMaxGatheredBytes = 24 * 1024;
 
 // Maximum rows with kRounds. A warp rounds columns of one row.
 inline constexpr int kMaxRoundedRows = 2;
 static_assert(kMaxRoundedRows <= kWarps);
-
-// Maximum rows with kNormalizes, and room for the sums of squares of 32 warps of each.
-inline constexpr int kMaxNormalizedRows = 2;
-inline constexpr int kSquaresBytes = kMaxNormalizedRows * 32 * 4;
-
-// Whether instances with kNormalizes exist for a format: one would spill registers.
-constexpr bool MayNormalize(int bits, ElementType scale, ZeroKind zero) {
-  return bits != 3 || !HasTwoLevels(scale) || zero != ZeroKind::kFloat;
-}
 
 // Maximum atoms per warp and stage, for tiles of `block_m` rows.
 constexpr int MaxWarpAtoms(int bits, int block_m) { return bits < 4 && block_m == 8 ? 4 : 2; }
@@ -107,8 +98,7 @@ struct Plan {
   int owned_shift;   // a CTA reduces up to 2^owned_shift slices of a tile
   LhsPath lhs_path;  // of activations
   int lhs_rows;      // rows of lhs in shared memory: block_m, or fewer
-  // Offsets of gathered, rounded or normalized activations, and of what follows them: the source rows of gathered ones,
-  // or the sums of squares of normalized ones.
+  // Offsets of gathered or rounded activations, and of the source rows of gathered ones.
   int gathered, whole_rows;
   int ring;          // offset of the stages
   int num_stages;    // of the ring; the plan cannot run with fewer than 2

@@ -10,7 +10,6 @@
 
 #include "cuda/kernels/number_costs.h"
 #include "cuda/kernels/sm90_stream/costs.h"
-#include "cuda/limits.h"
 #include "cuda/select/ragged.h"
 
 namespace jaxlowbit::sm90_stream {
@@ -166,20 +165,6 @@ int CtasPerSm(const QuantizedMatmul& problem, const Device& device, const Choice
 
 LhsPath LhsPathOf(const QuantizedMatmul& problem, const Device& device, const Choice& choice) {
   return PlanOfChoice(problem, device, choice).lhs_path;
-}
-
-bool MayNormalize(const QuantizedMatmul& problem, const Device& device, const Choice& choice) {
-  const bool is_plain = problem.batch == 1 && problem.permuted_parts == 0 && !problem.is_ragged() &&
-                        !problem.apply_lhs_scale &&
-                        MayNormalize(problem.bits, problem.scale, problem.zero);
-  if (!is_plain || choice.kernel != Kernel::kQmmSm90Stream || problem.m > kMaxNormalizedRows ||
-      problem.k > kMaxRmsNormColumns || !device.can_compile()) {
-    return false;
-  }
-  QuantizedMatmul normalizes = problem;
-  normalizes.normalizes = true;
-  const int stages = PlanOfChoice(normalizes, device, choice).num_stages;
-  return stages >= std::min(kExclusiveStages, PlanOfChoice(problem, device, choice).num_stages);
 }
 
 bool MayJoin(const QuantizedMatmul& a, const QuantizedMatmul& b) {

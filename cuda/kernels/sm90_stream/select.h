@@ -27,9 +27,6 @@ int CtasPerSm(const QuantizedMatmul& problem, const Device& device, const Choice
 
 LhsPath LhsPathOf(const QuantizedMatmul& problem, const Device& device, const Choice& choice);
 
-// Whether a launch by `choice` can normalize its rows itself (LhsPath::kNormalizes), without a shallower ring of stages.
-bool MayNormalize(const QuantizedMatmul& problem, const Device& device, const Choice& choice);
-
 // Whether one launch can compute both products, if they have the same lhs, aligned buffers and no bias or residual:
 // same format, and no epilogue except units. They may differ in weights and n.
 bool MayJoin(const QuantizedMatmul& a, const QuantizedMatmul& b);
