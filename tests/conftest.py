@@ -321,7 +321,7 @@ def optimization(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(DISABLE.upper(), str(int(disable)))
         jax.config.update(DISABLE, disable)
-        if optimized and jax.default_backend() == "cpu" and "extra_options" in FLAGS[-1]:
+        if not disable and "--xla_backend_extra_options" in FLAGS[-1]:
             emitters(patch)
         yield
 
