@@ -14,7 +14,6 @@ from typing import Any
 import hypothesis
 import jax
 import pytest
-from jax._src import compiler
 from jax._src.interpreters import mlir
 
 try:
@@ -27,14 +26,12 @@ os.environ["JAXLOWBIT_TUNED"] = ""
 # Tests start further processes on the same GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-# Compiling small programs takes most of the time: use one thread for each, and not XLA's fusion
-# emitters, which take half of this time. With JAX after 0.10, the files in OPTIMIZED use them, as
-# users' programs do: `emitters`.
+# Compiling small programs takes most of the time: use one thread for each. jaxlib 0.10 can compile
+# them without XLA's fusion emitters, which take half of this time; later versions cannot. There,
+# `.ci/run newest` compiles the files in OPTIMIZED as users' programs are compiled.
 FLAGS = ["--xla_cpu_parallel_codegen_split_count=1"]
 if importlib.metadata.version("jaxlib").startswith("0.10."):
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")
-else:
-    FLAGS.append("--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true")
 os.environ["XLA_FLAGS"] = " ".join([*FLAGS, os.environ.get("XLA_FLAGS", "")]).strip()
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -321,20 +318,7 @@ def optimization(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(DISABLE.upper(), str(int(disable)))
         jax.config.update(DISABLE, disable)
-        if not disable and "--xla_backend_extra_options" in FLAGS[-1]:
-            emitters(patch)
         yield
-
-
-def emitters(patch: pytest.MonkeyPatch) -> None:
-    """Compiles programs with XLA's fusion emitters, which FLAGS turns off."""
-    options = compiler.get_compile_options
-
-    def changed(*args: Any, env_options_overrides: Any = None, **named: Any) -> Any:
-        overrides = {"xla_backend_extra_options": "", **(env_options_overrides or {})}
-        return options(*args, env_options_overrides=overrides, **named)
-
-    patch.setattr(compiler, "get_compile_options", changed)
 
 
 @pytest.fixture(scope="module", autouse=True)
