@@ -16,8 +16,8 @@ operands on the device. Weights rotate over copies, so that no call finds its ex
 
 The backend `humming` times the products of the package humming-kernels, if that and PyTorch are
 installed (`peers/humming_worker.py`). Formats and choices of experts are the same; models in mxfp4
-are timed in int4-g32 too. The time is that of its fastest form and schedule, in a CUDA graph. It
-runs in another process: set `XLA_PYTHON_CLIENT_PREALLOCATE=false` to leave it GPU memory. A dry run
+are timed in int4-g32 too. Its fastest form and schedule counts, timed in a CUDA graph. It runs in
+another process: set `XLA_PYTHON_CLIENT_PREALLOCATE=false` to leave it GPU memory. A dry run
 skips it.
 """
 

@@ -377,7 +377,7 @@ def put(self: Any, key: str, value: bytes) -> None:
 
 
 def as_it_is(program: bytes) -> bytes:
-    """JAX's functions would compress programs, most of which are never read."""
+    """JAX's functions would compress programs. Most programs are never read."""
     return program
 
 

@@ -44,8 +44,8 @@ struct Optional {
 // Number of units per weight: 1 with e4m3 scales, one per channel with int8 scales, padded to strips with an 8-bit lhs.
 int64_t UnitsOf(const QuantizedMatmul& problem);
 
-// The groups of the rows of a ragged problem, on the device: what the kernels read (Buffers::group_sizes), and for the
-// reference the weight of each row, or the two if gated.
+// The groups of the rows of a ragged problem, on the device. Kernels read `numbers` (Buffers::group_sizes), and the
+// reference reads `weights`: one for each row, or two if gated.
 struct RowGroups {
   const int32_t *numbers = nullptr, *weights = nullptr;
 };

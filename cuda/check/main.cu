@@ -34,7 +34,7 @@
 //                           of real models, all row counts, 4 and 8 bits, small m also under PDL.
 //                           --seconds S: starts no problem after S seconds
 //   driver ragged [options] checks and times the choices of ragged products, of experts of real models, by sizes of
-//                           groups and by a list; marks what the selection takes, and the fastest one:
+//                           groups and by a list; marks the selected and the fastest choice:
 //                           --models M,M,... --tokens T,T,... --all (also choices of more than twice the least
 //                           cost) --pdl --json (lines as of `driver choices`, with costs) --seconds S: starts
 //                           nothing after S seconds

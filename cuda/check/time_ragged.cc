@@ -80,7 +80,7 @@ QuantizedMatmul ProblemOf(const Case& c, bool pdl) {
   if (!c.down) p.epilogue.activation = model.mxfp4 ? Activation::kGptOss : Activation::kSilu;
   p.groups_of_rows = model.experts;
   p.num_weights = model.experts * p.weights_per_element();
-  // Rows of the first product are those of tokens, rows of the second one belong to choices.
+  // The first product reads rows of tokens, the second one reads rows of choices.
   if (c.listed) p.listed_per_row = c.down ? 1 : model.top;
   p.pdl = pdl;
   return p;
@@ -175,7 +175,7 @@ class RaggedData {
     return numbers;
   }
 
-  // As many stacks of weights as make other calls read kColdBytes between two reads of a stack. At least two, since
+  // The number of stacks of weights: other calls read kColdBytes between two reads of a stack. At least two, since
   // DeviceProblem has large scales in a single one.
   int64_t CopiesFor(const QuantizedMatmul& problem) const {
     int64_t least = problem.experts();
@@ -191,7 +191,7 @@ class RaggedData {
   int64_t num_calls_;
 };
 
-// What the selection knows about a case.
+// The problem of a case, and its choices with their costs.
 struct Prediction {
   QuantizedMatmul problem;
   double read;                   // microseconds, which are the least
@@ -210,7 +210,7 @@ Prediction Predict(const Case& c, const RaggedOptions& options) {
   }
   p.read = ReadCost(p.problem, device);
   std::vector<RaggedChoice> found = RaggedChoices(p.problem, device);
-  if (!c.listed && p.problem.m <= kMaxListed) {  // rows may have CTAs of their own
+  if (!c.listed && p.problem.m <= kMaxListed) {  // rows may share no CTA
     QuantizedMatmul rows = p.problem;
     rows.listed_per_row = 1;
     for (const RaggedChoice& choice : RaggedChoices(rows, device)) found.push_back(choice);
@@ -292,7 +292,7 @@ std::optional<Timed> TimeCase(const Case& c, const RaggedOptions& options, bool*
   return Timed{microseconds[p.chosen], *std::min_element(microseconds.begin(), microseconds.end())};
 }
 
-// Compiles and loads what the cases launch, on all cores, so that no timing waits for or competes with a compiler. Loads
+// Compiles and loads the kernels of all cases, on all cores, so that no timing waits for or competes with a compiler. Loads
 // none if it is late.
 void LoadAll(const std::vector<Case>& cases, const RaggedOptions& options,
              const std::function<bool()>& is_late) {
@@ -335,8 +335,8 @@ struct Ratios {
   }
 };
 
-// Prints whether both products of a model take less time by a list, and what the selection takes. The sizes also need a
-// kernel that groups rows.
+// Prints the times of both products of a model by sizes and by a list, and the selected form. The sizes also need a kernel
+// that groups rows.
 void PrintForms(const Model& model, int64_t tokens, const std::array<double, 2>& chosen) {
   const std::vector<QuantizedMatmul> products = {ProblemOf({&model, false, false, tokens}, false),
                                                  ProblemOf({&model, true, false, tokens}, false)};

@@ -19,7 +19,7 @@ struct RaggedOptions {
   bool pdl = false;   // all but the first launch of a graph use programmatic dependent launch
 };
 
-// Reads the options behind the command. Returns "" or what is wrong with them.
+// Reads the options behind the command. Returns "", or an error message.
 std::string ParseRagged(int argc, char** argv, RaggedOptions* options);
 
 // Times the products of each model and number of tokens: rows sorted by group and, if there are few, listed rows.

@@ -10,8 +10,8 @@
 
 namespace jaxlowbit {
 
-// Whether each row of a ragged product has CTAs of its own, in a dense launch (device/schedule/listed.cuh): the rows of
-// a list, and blocks of one row.
+// Whether no two rows of a ragged product share a CTA, in a dense launch (device/schedule/listed.cuh): the rows of a list,
+// and blocks of one row.
 inline bool HasOwnCtas(const QuantizedMatmul& problem, int block_m) {
   return problem.is_ragged() && (problem.listed_per_row > 0 || block_m == 1);
 }

@@ -37,8 +37,8 @@ struct RaggedChoice {
   double computed;
 };
 
-// The choices among which Select finds that of a ragged product. Of those with about the same cost, the larger one of
-// `computed` and ReadCost, it takes the first.
+// The choices for a ragged product. Select takes the cheapest one, and the first one if several cost about the same. The
+// cost is the larger one of `computed` and ReadCost.
 std::vector<RaggedChoice> RaggedChoices(const QuantizedMatmul& problem, const Device& device);
 
 // Expected microseconds for reading each weight of a ragged product that has rows once; by a list, for each row.

@@ -60,8 +60,8 @@ class Ends(NamedTuple):
 class State(NamedTuple):
     """Input and output of a call of `decode`, besides the logits of the next token.
 
-    `positions` (batch,) are those of the next token, `done` (batch,) marks sequences that have
-    ended, and `counts` is for penalties.
+    `positions` (batch,) has the position of the next token of each sequence, `done` (batch,) marks
+    sequences that have ended, and `counts` is for penalties.
     """
 
     cache: Cache

@@ -96,7 +96,7 @@ def test_longer_conversations_have_the_long_factors(read):
         history += found.tokens + LONG
 
 
-@pytest.mark.parametrize("fixed", [None, 8])  # 8 as on a GPU, where a program has run ahead
+@pytest.mark.parametrize("fixed", [None, 8])  # 8: as on a GPU, programs run ahead
 @pytest.mark.parametrize("end", ["close", "throw", "replace", "stop", "never"])
 def test_a_stream_may_end_early(end, fixed, read, monkeypatch):
     monkeypatch.setattr(programs, "_fixed_tokens", lambda model: fixed)

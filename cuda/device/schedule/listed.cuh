@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The schedule of ragged products of few rows. Each row is an element of a dense batch. A list names the group of each
-// row, and rows need not be sorted: those whose group has no weight here are not stored. Or the rows are sorted, and
-// the sizes of the groups tell the group of a row: those without a weight are zeros.
+// The schedule of ragged products of few rows. Each row is an element of a dense batch. There are two forms:
+//
+//   list    names the group of each row. Rows need not be sorted. The kernel does not store rows of other devices' groups.
+//   sizes   of the groups of sorted rows. The kernel stores zeros in rows without a local group.
 //
 // The list or the sizes were complete before the previous kernel started, or that kernel writes them (`waits`). Then the
 // kernels behind this one start after they were written, since this one waits before it lets them start.

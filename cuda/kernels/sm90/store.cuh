@@ -399,7 +399,7 @@ class TileStorer {
     StoreWords<int>(tile, [&](int s, int i, int) { return __float_as_int(acc[s][i]); });
   }
 
-  // The same operations as in Form::kOther, where 0 is the residual.
+  // Gives the bits of Form::kOther, which adds a residual of 0.
   __device__ void StoreFloats(const Tile& tile, const Accumulators<I>& acc) const {
     StoreWords<float>(tile, [&](int s, int i, int h) {
       return __fmul_rn(acc[s][i], factors_[s][h]) + biases_[s][h] + 0.0f;

@@ -14,7 +14,8 @@ namespace jaxlowbit::sm90_stream {
 struct Params;
 using KernelFunction = void (*)(Params);
 
-// How rows find their weights: by the batch element, by the sizes of groups, or by a list of the groups.
+// How rows find their weights. kNone: by the batch element. kBlocks: blocks of rows, by the sizes of groups. kRows: single
+// rows, by a list or by sizes (device/schedule/listed.cuh).
 enum class Grouping { kNone, kBlocks, kRows };
 
 // Template arguments of an instance in addition to types and width.

@@ -82,7 +82,7 @@ void AddGroupTable(const QuantizedMatmul& problem, int limit, Plan* plan) {
   plan->shared_bytes = std::max(plan->shared_bytes, bytes());
 }
 
-// The schedule of rows with CTAs of their own, except pointers.
+// The schedule of rows that share no CTA, except pointers.
 ListedParams ListedOf(const QuantizedMatmul& problem) {
   const bool has_list = problem.listed_per_row > 0;
   return {nullptr,

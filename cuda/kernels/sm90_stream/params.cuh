@@ -61,8 +61,8 @@ struct RaggedInstance : Dense {
   static constexpr bool kRagged = true;
 };
 
-// The instance of a ragged product whose rows have CTAs of their own (device/schedule/listed.cuh): a dense product,
-// whose CTAs find their expert first.
+// The instance of a ragged product whose rows share no CTA (device/schedule/listed.cuh): a dense product, whose
+// CTAs find their expert first.
 template <class Dense>
 struct ListedInstance : Dense {
   static constexpr bool kListed = true;
