@@ -15,10 +15,10 @@ operands on the device. Weights rotate over copies, so that no call finds its ex
   The table shows the difference to moe as "not a product".
 
 The backend `humming` times the products of the package humming-kernels, if that and PyTorch are
-installed (`peers/humming_worker.py`). Formats and choices of experts are the same; models in mxfp4
-are timed in int4-g32 too. Its fastest form and schedule counts, timed in a CUDA graph. It runs in
-another process: set `XLA_PYTHON_CLIENT_PREALLOCATE=false` to leave it GPU memory. A dry run
-skips it.
+installed (`peers/humming_worker.py`), in the same formats, with the same choices of experts:
+products of models in mxfp4 in int4-g32 too. Its fastest form and schedule counts, timed in a CUDA
+graph. It runs in another process: set `XLA_PYTHON_CLIENT_PREALLOCATE=false` to leave it GPU memory.
+A dry run skips it.
 """
 
 import argparse
@@ -47,7 +47,7 @@ from jaxlowbit._core.format import parse_format
 
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
 BACKENDS = ("jaxlowbit", "xla", "humming")
-MORE_FORMATS = {"mxfp4": ("int4-g32",)}  # of humming, for models of a format
+MORE_FORMATS = {"mxfp4": ("int4-g32",)}  # whose products are timed too, for models of a format
 COLD_BYTES = 200e6  # between two reads of an expert: several times the L2
 READ, MULTIPLY = 3.0e12, 700e12  # bytes and operations of an H100 in a second, for the floor
 PROGRAM_US = 1500  # of the shorter program, unless one call takes longer
@@ -173,6 +173,10 @@ def xla(x: jax.Array, operands: Any) -> jax.Array:
 def product_shapes(model: Model) -> tuple[tuple[str, int, int], ...]:
     """Name, k and n of both products."""
     return ("gate_up", model.k, 2 * model.hidden), ("down", model.hidden, model.k)
+
+
+def product_formats(model: Model) -> tuple[str, ...]:
+    return model.format, *MORE_FORMATS.get(model.format, ())
 
 
 def products(model: Model, backend: str) -> Iterator[tuple[str, int, int, list[Any]]]:
@@ -314,7 +318,7 @@ class Humming:
     def rows(self, name: str, model: Model, tokens: Sequence[int]) -> Iterator[dict[str, Any]]:
         """Rows as they are measured; none without the package."""
         shapes = {part: (k, n) for part, k, n in product_shapes(model)}
-        for text in (model.format, *MORE_FORMATS.get(model.format, ())):
+        for text in product_formats(model):
             asked = [(part, count) for part in shapes for count in tokens]
             while asked and self._start():
                 for answer in self._answers(model, text, asked):
@@ -408,14 +412,17 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 if options.products and not options.dry_run:
                     yield from humming.rows(name, model, options.tokens)
                 continue
-            format = "bfloat16" if backend == "xla" else model.format
-            row = {"shape": name, "backend": backend, "format": format}
+            row = {"shape": name, "backend": backend}
             if options.products:
-                for product, k, n, stacks in products(model, backend):
-                    make = functools.partial(product_cell, k=k, n=n, stacks=stacks)
-                    cells = row | {"part": product}
-                    yield from _row_of(options, cells, model, make, check_product)
-                    del make, stacks
+                formats = ("bfloat16",) if backend == "xla" else product_formats(model)
+                for format in formats:
+                    same = model if backend == "xla" else model._replace(format=format)
+                    for product, k, n, stacks in products(same, backend):
+                        make = functools.partial(product_cell, k=k, n=n, stacks=stacks)
+                        cells = row | {"format": format, "part": product}
+                        yield from _row_of(options, cells, same, make, check_product)
+                        del make, stacks
+            row |= {"format": "bfloat16" if backend == "xla" else model.format}
             if options.moe:
                 stacks = mlp_stacks(model, backend)
                 make = functools.partial(moe_cell, stacks=stacks)
@@ -459,8 +466,7 @@ def markdown(rows: Sequence[dict[str, Any]], tokens: Sequence[int]) -> str:
         found = [times.get((name[0], name[1], backend, name[3], count), {}) for count in tokens]
         cells = [row.get(field) for row in found]
         texts = ["-" if us is None else f"{us:,.1f}" for us in cells]
-        label = name[2] if name[2] == "floor" else f"{name[2]}, {name[3]}"
-        lines.append(f"| {name[0]} {name[1]} | {label} | {' | '.join(texts)} |")
+        lines.append(f"| {name[0]} {name[1]} | {name[2]}, {name[3]} | {' | '.join(texts)} |")
     for (shape, part, backend, format), cells in _differences(times, tokens).items():
         texts = ["-" if us is None else f"{us:,.1f}" for us in cells]
         lines.append(f"| {shape} {part} | {backend}, {format} | {' | '.join(texts)} |")
