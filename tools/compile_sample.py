@@ -2,9 +2,9 @@
 
     python tools/compile_sample.py build/sample
 
-Writes cubins of a fixed set of qmm_sm90 instances for sm_90a: every tile shape, and every
-compatible pair of types, widths, zeros and codebooks, mostly in small tiles. Needs NVRTC and no
-GPU.
+Writes cubins of a fixed set of qmm_sm90 instances for sm_90a. Together with the prebuilt instances
+they have every tile shape, and every compatible pair of types, widths, zeros and codebooks, mostly
+in small tiles. Needs NVRTC and no GPU.
 """
 
 import argparse
@@ -36,22 +36,26 @@ class Candidate(NamedTuple):
         return frozenset({self.tile, *itertools.combinations(enumerate(self.kind), 2)})
 
 
-def lacking() -> list[Candidate]:
-    found = []
+def instances() -> tuple[list[Candidate], list[Candidate]]:
+    """Instances that the build has and those that it lacks."""
+    found: tuple[list[Candidate], list[Candidate]] = [], []
     for bits in (*ffi.KERNEL_BITS, *ffi.COMPILED_BITS):
         for family, name, ahead_of_time, lhs, scale, *rest in ffi.instances(bits):
-            if family == FAMILY and not ahead_of_time:
+            if family == FAMILY:
                 numbers = BITS_AND_TILE.search(name)
                 assert numbers and int(numbers["bits"]) == bits, name
                 kind = (lhs, f"{bits} bits", "that of lhs" if scale == lhs else scale, *rest)
-                found.append(Candidate(name, int(numbers["tile"]), kind))
+                found[not ahead_of_time].append(Candidate(name, int(numbers["tile"]), kind))
     return found
 
 
-def choose(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Greedy set cover; ties prefer quick tiles, then the tiles chosen less often."""
+def choose(built: Iterable[Candidate], candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Candidates for the parts that no built instance has.
+
+    Greedy set cover; ties prefer quick tiles, then the tiles chosen less often.
+    """
     left = {one: one.parts for one in candidates}
-    missing: set[object] = set().union(*left.values())
+    missing = set[object]().union(*left.values()).difference(*(one.parts for one in built))
     uses: collections.Counter[int] = collections.Counter()
     chosen = []
 
@@ -71,8 +75,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("folder", type=Path, help="where to write them")
     options = parser.parse_args()
-    candidates = lacking()
-    some = choose(candidates)
+    built, candidates = instances()
+    some = choose(built, candidates)
     options.folder.mkdir(parents=True, exist_ok=True)
     for number, result in enumerate(ffi.compile([(FAMILY, one.name) for one in some], "90a")):
         if result["error"]:
