@@ -81,8 +81,9 @@ ONE_CALL = {
 
 
 @functools.cache
-def decoder(name: str) -> Decoder:
-    """Router and biases are random; a router is bfloat16 if it has a bias."""
+def decoder(name: str, dtype: Any = jnp.bfloat16) -> Decoder:
+    """Router and biases are random; a router is bfloat16 if it has a bias. `dtype`: of activations;
+    weights are the same."""
     config, format = ONE_CALL[name]
     weights: dict[str, Any] = random_weights(config, format, dtype=jnp.bfloat16)
     for i, (key, x) in enumerate(weights.items()):
@@ -90,7 +91,7 @@ def decoder(name: str) -> Decoder:
             weights[key] = x.astype(jnp.bfloat16)
         if key.endswith(("_bias", "sinks")):
             weights[key] = jax.random.normal(jax.random.key(i), x.shape, x.dtype) / 4
-    return Decoder(config, weights, dtype=jnp.bfloat16)
+    return Decoder(config, weights, dtype=dtype)
 
 
 def decode(model: Decoder, batch: int, steps: int, expected: dict[str, int]) -> np.ndarray:
@@ -128,14 +129,18 @@ def test_layers_in_one_call_give_the_bits_of_a_call_each(name, batch, monkeypatc
 @pytest.mark.parametrize("batch", [1, 3, 16])
 @pytest.mark.parametrize("name", ONE_CALL)
 def test_one_call_gives_the_logits_of_several(name, batch, monkeypatch):
-    """XLA routes in the other program. Nearly all tokens choose the same experts in all layers."""
+    """XLA routes in the other program. Nearly all tokens choose the same experts in all layers, and
+    the programs differ no more than the rounding to bfloat16 changes one of them."""
     layers = ONE_CALL[name][0].layers
     ours = decode(decoder(name), batch, 24, {"decode_blocks": 1, "quantized_moe": 0})
     monkeypatch.setattr(block_steps, "together", lambda *_: 0)
     others = decode(decoder(name), batch, 24, {"quantized_moe": layers, "decode_blocks": 0})
+    wide = decode(decoder(name, jnp.float32), batch, 24, {})
     size = np.abs(others).max(axis=-1)
     errors = np.abs(ours - others).max(axis=-1) / size
-    assert np.median(errors) < NEAR / 5 and (errors < NEAR).mean() > 0.9
+    rounding = np.abs(others - wide).max(axis=-1) / size
+    assert np.median(errors) < max(NEAR / 5, 1.5 * np.median(rounding))
+    assert (errors < NEAR).mean() > 0.9
     # The greedy token is the same, except where two logits are near.
     first, second = np.sort(others, axis=-1)[..., :-3:-1].transpose(2, 0, 1)
     clear = (first - second > NEAR / 2 * size) & (errors < NEAR / 5)
