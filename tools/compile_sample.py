@@ -37,7 +37,7 @@ class Candidate(NamedTuple):
 
 
 def instances() -> tuple[list[Candidate], list[Candidate]]:
-    """Instances that the build has and those that it lacks."""
+    """Instances of the build, and all others."""
     found: tuple[list[Candidate], list[Candidate]] = [], []
     for bits in (*ffi.KERNEL_BITS, *ffi.COMPILED_BITS):
         for family, name, ahead_of_time, lhs, scale, *rest in ffi.instances(bits):

@@ -350,7 +350,7 @@ def test_shards_of_layers_and_of_models():
         ({r"\.0$": (2, 1), r"\.[01]$": (1, 8)}, [(2, 1), (1, 8), (1, 1)]),
     ):
         sequence: Any = model()
-        quantize_model(sequence, FOUR, shards=shards)
+        quantize_model(sequence, FOUR, shards=shards, quantizer="absmax")
         assert [layer.shards for layer in sequence.layers] == expected
     wrong: Any = (
         ((3, 1), ValueError, r"in layers\.0: .*cuts k=200 into 3 parts"),

@@ -208,26 +208,36 @@ EVERYTHING: dict[str, Any] = {
 }  # fmt: skip
 
 
-def results():
-    """Results of the public functions of `llm`."""
-    one = init(SMALL, INT8, seed=2**40)
-    samples = generate(one, [3, 1, 4], **EVERYTHING)
-    two = shard(one, jax.make_mesh((1,), ("model",)))
+def sampled():
+    return [x.tokens for x in generate(small(), [3, 1, 4], **EVERYTHING)]
+
+
+def decoded():
+    """Results of a model on a mesh."""
+    two = shard(small(), jax.make_mesh((1,), ("model",)))
     session = Session(two)
     logits = two.decoder(jnp.asarray([[3, 1, 4]]))
     assert logits.dtype == jnp.float32
     speed = bench(two, prompt_tokens=4, new_tokens=2, repeats=1)
     assert (speed.positions, speed.prompt_tokens) == (5, 4)
     return (
-        [x.tokens for x in samples],
         logits.argmax(-1).tolist(),
         list(stream(two, [3, 1, 4], max_new_tokens=3)),
         [session.generate(x, max_new_tokens=2).tokens for x in ([3, 1], [3, 1, 4])],
-        round(perplexity(one, [3, 1, 4, 1, 5], context=4).loss, 3),
     )
 
 
-def test_functions_run_with_64_bit_types_and_strict_promotion():
+def measured():
+    return round(perplexity(small(), [3, 1, 4, 1, 5], context=4).loss, 3)
+
+
+def small():
+    return init(SMALL, INT8, seed=2**40)
+
+
+@pytest.mark.parametrize("results", [sampled, decoded, measured])
+def test_functions_run_with_64_bit_types_and_strict_promotion(results):
+    """The public functions of `llm`."""
     plain = results()
     with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
         assert results() == plain

@@ -87,7 +87,7 @@ def run(problem: Problem, backend: str) -> np.ndarray:
 def compute(lhs, rhs, backend, out_dtype=None) -> np.ndarray:
     dtype = None if out_dtype is None else jnp.dtype(out_dtype)
     multiply = interpreted_matmul if backend == "pallas" else matmul
-    out = multiply(jnp.asarray(lhs), rhs, backend=backend, preferred_element_type=dtype)
+    out = multiply(lhs, rhs, backend=backend, preferred_element_type=dtype)
     assert out.dtype == (dtype or lhs.dtype)
     return np.asarray(out)
 

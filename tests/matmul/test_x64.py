@@ -21,13 +21,8 @@ from jaxlowbit import linen as jl_linen
 from jaxlowbit import nnx as jl_nnx
 
 MODULES = (jl, jl_nnx, jl_linen, jl.quantizers)
-LLM = tuple(right_calls.CALLS)[tuple(right_calls.CALLS).index("Config") :]
-ELSEWHERE = ("from_qarray", "quantize_pretrained")
-"""Calls that need qwix, a model, or a downloaded model."""
 CALLS = {
-    name: call
-    for name, call in right_calls.CALLS.items()
-    if name not in LLM and name not in ELSEWHERE
+    name: call for name, call in right_calls.CALLS.items() if name not in right_calls.ELSEWHERE
 }
 
 WITHOUT_JIT = (*tuple(CALLS)[: tuple(CALLS).index("nnx.quantize_model")], "QuantizedLinear()")
@@ -51,7 +46,10 @@ def wide(value: Any, float_dtype: Any, int_dtype: Any) -> Any:
 def result(call: Any, arguments: Mapping[str, Any]) -> list[Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = call.run(arguments)
+        return values(call.run(arguments))
+
+
+def values(found: Any) -> list[Any]:
     leaves = jax.tree.leaves(nnx.state(found) if isinstance(found, nnx.Module) else found)
     return [leaf for leaf in leaves if not callable(leaf)]
 
@@ -95,7 +93,7 @@ def test_values_are_those_without_x64(name):
     """64-bit integers give the same values with and without jit; 64-bit floats do or raise."""
     call = CALLS[name]
     made = [{key: make() for key, make in call.arguments.items()} for _ in range(4)]
-    expected = result(call, made[0])
+    expected = values(call.run(made[0]))  # without a warning
     with jax.enable_x64(True), frames():
         found = {key: wide(value, np.float32, np.int64) for key, value in made[1].items()}
         assert_same(result(call, found), expected)

@@ -6,6 +6,7 @@ import math
 import zlib
 from typing import Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from helpers import Oracle, dequantize, pack
@@ -89,11 +90,11 @@ def weights(problem: Problem, rng: np.random.Generator) -> QuantizedArray:
         scale = bits.astype(np.uint8).view(format.scale_dtype)
     elif p.narrow == "e4m3":
         scale = rng.integers(0, 127, shape, np.uint8).view(format.scale_dtype)
-        tensor_scale = jnp.asarray(p.scale / 448 * rng.uniform(0.5, 1.5, p.stack), jnp.float32)
+        tensor_scale = np.asarray(p.scale / 448 * rng.uniform(0.5, 1.5, p.stack), np.float32)
     elif p.narrow == "int8":
         scale = rng.integers(0, format.max_scale + 1, shape, np.int8)
         unit = p.scale / format.max_scale * rng.uniform(0.5, 1.5, (*p.stack, p.n))
-        tensor_scale = jnp.asarray(unit, jnp.float32)
+        tensor_scale = unit.astype(np.float32)
     elif p.narrow == "two_level":
         shape = (*p.stack, n_blocks, -(-64 * k_blocks // 256), 64)
         scale = two_levels(rng, shape, p.group_size, p.scale)
@@ -116,20 +117,17 @@ def weights(problem: Problem, rng: np.random.Generator) -> QuantizedArray:
     if p.permuted:
         rows = np.arange(p.k, dtype=np.int32) % (p.k // p.shards)
         rows = np.broadcast_to(rows.reshape(p.shards, -1), (*p.stack, p.shards, p.k // p.shards))
-        permutation = jnp.asarray(rng.permuted(rows, axis=-1).reshape(*p.stack, p.k))
-    return QuantizedArray(
-        packed=jnp.asarray(pack(codes, p.bits)),
-        scale=jnp.asarray(scale),
-        zero=None if zero is None else jnp.asarray(zero),
-        index=None,
-        version=jnp.ones(p.stack, jnp.uint32),
-        format=format,
-        k=p.k,
-        n=p.n,
-        shards=(p.shards, 1),
-        permutation=permutation,
-        tensor_scale=tensor_scale,
-    )
+        permutation = rng.permuted(rows, axis=-1).reshape(*p.stack, p.k)
+    leaves: dict[str, Any] = {
+        "packed": pack(codes, p.bits),
+        "scale": scale,
+        "zero": zero,
+        "version": np.ones(p.stack, np.uint32),
+        "permutation": permutation,
+        "tensor_scale": tensor_scale,
+    }
+    array = QuantizedArray(**leaves, index=None, format=format, k=p.k, n=p.n, shards=(p.shards, 1))
+    return jax.device_put(array)  # `jnp.asarray` would compile a program for each shape
 
 
 def two_levels(

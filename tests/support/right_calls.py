@@ -676,6 +676,8 @@ CALLS = {
     ),
 }
 
+ELSEWHERE = (*[*CALLS][[*CALLS].index("Config") :], "from_qarray", "quantize_pretrained")
+"""Calls of `llm`, and calls that need qwix, a model, or a downloaded model."""
 RESULTS = ("Generation", "Logprobs", "Perplexity", "Speed")
 RESULTS += ("QuantizationReport", "QuantizedVariable", "Groups", "Statistics", "Plan")
 """Classes that only the package instantiates."""
