@@ -430,14 +430,23 @@ float Time(const std::vector<Attend>& calls, void* workspace, int64_t workspace_
   return TimeReplays(enqueue, kWarmUps, kReplays) / static_cast<float>(calls.size());
 }
 
-void TimeShape(const Shape& s, int64_t used, const Variation& v = {}) {
-  const int64_t bytes = 4 * s.batch * s.reach * s.kv_heads * s.head_size;
+// `int8`: the cache has 8 bits; its elements are the bytes of random floats, and all scales are equal.
+void TimeShape(const Shape& s, int64_t used, const Variation& v = {}, bool int8 = false) {
+  const int64_t rows = s.batch * s.slots * s.kv_heads, scale_bytes = int8 ? rows * 4 : 0;
+  const int64_t bytes = (int8 ? 2 : 4) * s.batch * s.reach * s.kv_heads * s.head_size;
   const int64_t copies = std::clamp<int64_t>(8 * kL2Bytes / bytes, 2, 256);
   std::vector<std::unique_ptr<Problem<__nv_bfloat16>>> data;
   std::vector<Attend> calls;
+  const DeviceBuffer scales(std::max<int64_t>(copies * 2 * scale_bytes, 4));
+  Check(cudaMemset(scales.data(), 0x3c, copies * 2 * scale_bytes), "cudaMemset");
   for (int64_t i = 0; i < copies; ++i) {
     data.push_back(std::make_unique<Problem<__nv_bfloat16>>(s, v, used, i));
     calls.push_back(data.back()->attend());
+    if (!int8) continue;
+    Attend& call = calls.back();
+    call.cache = ElementType::kInt8;
+    call.key_scales = static_cast<float*>(scales.data()) + 2 * i * rows;
+    call.value_scales = call.key_scales + rows;
   }
   while (calls.size() < 16) calls.push_back(calls[calls.size() - copies]);
   Check(LoadAttend(calls[0], DeviceInfo(0)), "LoadAttend");
@@ -451,11 +460,11 @@ void TimeShape(const Shape& s, int64_t used, const Variation& v = {}) {
     const float us = Time(calls, workspace.data(), workspace_bytes);
     std::printf(
         "attend batch %-3d heads %d/%d x %d  reach %-6d used %-6d splits %-3d %8.2f us  "
-        "%5.2f TB/s%s%s\n",
+        "%5.2f TB/s%s%s%s\n",
         static_cast<int>(s.batch), static_cast<int>(s.heads), static_cast<int>(s.kv_heads),
         static_cast<int>(s.head_size), static_cast<int>(s.reach), static_cast<int>(used),
         AttendSplits(calls[0], DeviceInfo(0), workspace_bytes), us, 1e-6 * read / us,
-        v.biases ? "  biases" : "", v.sinks ? "  sinks" : "");
+        v.biases ? "  biases" : "", v.sinks ? "  sinks" : "", int8 ? "  int8" : "");
   }
   std::fflush(stdout);
 }
@@ -512,8 +521,10 @@ std::pair<int, int> CheckAttend(uint64_t stride) {
 
 void TimeAttend() {
   for (int64_t batch : {1, 4, 16}) {
-    for (int64_t reach : {256, 1024, 4096, 16384}) {
-      TimeShape({batch, 32, 8, 128, reach, reach}, reach);
+    for (int64_t reach : {256, 1024, 4096, 8192, 16384}) {
+      for (const bool int8 : {false, true}) {
+        TimeShape({batch, 32, 8, 128, reach, reach}, reach, {}, int8);
+      }
     }
     TimeShape({batch, 32, 8, 128, 16384, 16384}, 1000);  // most of the cache is not in use yet
   }

@@ -272,7 +272,7 @@ class WarpAttention {
 
   // `new_rows`: the address of the queries.
   __device__ WarpAttention(float scale, uint32_t new_rows, const Sinks<kWide>& sinks)
-      : scale_(scale), new_rows_(new_rows) {
+      : scale_(scale * Divisor<T>()), new_rows_(new_rows) {
     const int lane = Lane();
     matrix_ = lane / 8;
     value_row_ = matrix_ % 2 * 8 + lane % 8;
@@ -312,7 +312,9 @@ class WarpAttention {
       for (int step = 0; step < kSteps; ++step) {
         const float *a = sums_[2 * step] + 2 * half, *b = sums_[2 * step + 1] + 2 * half;
         if constexpr (kHasScales<C>) {
-          *reinterpret_cast<float4*>(to + 16 * step + 4 * t) = make_float4(a[0], b[0], a[1], b[1]);
+          constexpr float kTimes = Divisor<V>();
+          *reinterpret_cast<float4*>(to + 16 * step + 4 * t) =
+              make_float4(a[0] * kTimes, b[0] * kTimes, a[1] * kTimes, b[1] * kTimes);
         } else {
           *reinterpret_cast<float2*>(to + 16 * step + 2 * t) = make_float2(a[0], a[1]);
           *reinterpret_cast<float2*>(to + 16 * step + 8 + 2 * t) = make_float2(b[0], b[1]);
@@ -324,6 +326,13 @@ class WarpAttention {
  private:
   static constexpr int kHalves = attend::kHalves<kWide>;
   static constexpr int kSteps = kSize / 16;
+
+  // What keys, as pairs of T, and values, as pairs of V, are divided by.
+  template <typename P>
+  static __device__ constexpr float Divisor() {
+    if constexpr (kHasScales<C>) return Widen<P, C, 0, 1>::kDivisor;
+    return 1;
+  }
 
   __device__ void LoadQuery(int step, uint32_t (&fragment)[4]) const {
     LoadMatrices(fragment, new_rows_ + S::QueryPlace(value_row_, 2 * step + matrix_ / 2));
@@ -404,10 +413,12 @@ class WarpAttention {
       }
       weights[half] = Pack<V>(weight[0], weight[1]);
       weights[2 + half] = Pack<V>(weight[2], weight[3]);
+      if (__any_sync(~0u, factor != 1)) {  // a maximum has changed
 #pragma unroll
-      for (int n = 0; n < 2 * kSteps; ++n) {
-        sums_[n][2 * half] *= factor;
-        sums_[n][2 * half + 1] *= factor;
+        for (int n = 0; n < 2 * kSteps; ++n) {
+          sums_[n][2 * half] *= factor;
+          sums_[n][2 * half + 1] *= factor;
+        }
       }
     }
   }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Converts 8-bit elements of the cache to pairs for tensor cores. Exact.
+// Converts 8-bit elements of the cache to pairs for tensor cores. Exact, but for the division by kDivisor.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -8,6 +8,8 @@
 #include <cuda_fp8.h>
 
 #include <cstdint>
+
+#include "cuda/device/pair.cuh"
 
 namespace jaxlowbit::attend {
 
@@ -27,17 +29,20 @@ struct Widen;
 
 template <int kLow, int kHigh>
 struct Widen<__nv_bfloat16, int8_t, kLow, kHigh> {
-  // With the sign s and the other bits u: (128 + u) - (128 + 128 s).
+  static constexpr float kDivisor = 64;
+  // The bits of 128 + x are a subnormal or small number, (128 + x) 2^-133. Times 2^127, minus 2: x / 64.
   static __device__ uint32_t Of(uint32_t word) {
-    const uint32_t bytes = __byte_perm(word, 0, 0x4040 | kHigh << 8 | kLow);
-    const uint32_t rest = (bytes & 0x007f007f) | 0x43004300;
-    const uint32_t sign = (bytes & 0x00800080) | 0x43004300;
-    return Bits(__hsub2(AsPair<__nv_bfloat162>(rest), AsPair<__nv_bfloat162>(sign)));
+    using P = Pair<__nv_bfloat16>;
+    static_assert(kSubnormalUnit<__nv_bfloat16> == -133);
+    const uint32_t bits = __byte_perm(word ^ 0x80808080, 0, 0x4040 | kHigh << 8 | kLow);
+    return P::Fma(bits, PowersOfTwo<__nv_bfloat16>(127),
+                  kNegativeZeros | PowersOfTwo<__nv_bfloat16>(1));
   }
 };
 
 template <int kLow, int kHigh>
 struct Widen<__half, int8_t, kLow, kHigh> {
+  static constexpr float kDivisor = 1;
   // (1024 + 128 + x) - 1152.
   static __device__ uint32_t Of(uint32_t word) {
     const uint32_t sum = __byte_perm(word ^ 0x80808080, 0x64646464, 0x4040 | kHigh << 8 | kLow);
@@ -48,6 +53,7 @@ struct Widen<__half, int8_t, kLow, kHigh> {
 // The bits of e4m3 as the upper bits of T's exponent and mantissa; the product corrects the bias, also of subnormals.
 template <int kLow, int kHigh>
 struct Widen<__nv_bfloat16, __nv_fp8_e4m3, kLow, kHigh> {
+  static constexpr float kDivisor = 1;
   static __device__ uint32_t Of(uint32_t word) {
     const uint32_t bytes = __byte_perm(word, 0, 0x0404 | kHigh << 12 | kLow << 4);
     const uint32_t bits = (bytes & 0x80008000) | (bytes >> 4 & 0x07f007f0);
@@ -57,6 +63,7 @@ struct Widen<__nv_bfloat16, __nv_fp8_e4m3, kLow, kHigh> {
 
 template <int kLow, int kHigh>
 struct Widen<__half, __nv_fp8_e4m3, kLow, kHigh> {
+  static constexpr float kDivisor = 1;
   static __device__ uint32_t Of(uint32_t word) {
     const uint32_t bytes = __byte_perm(word, 0, 0x0404 | kHigh << 12 | kLow << 4);
     const uint32_t bits = (bytes & 0x80008000) | (bytes >> 1 & 0x3f803f80);

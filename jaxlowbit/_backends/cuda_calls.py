@@ -388,11 +388,14 @@ class Mixture(NamedTuple):
     """The router of a mixture of experts, and the biases of its stacks gate_up and down.
 
     - `gate_up_bias`, `down_bias`: (2, experts, hidden) and (experts, width), or None.
+    - `offset`: the number of the first expert of this device, int32 (), if the devices of a call
+      have different experts. Otherwise None: all experts are here.
     """
 
     router: Router
     gate_up_bias: Array | None
     down_bias: Array | None
+    offset: Array | None = None
 
 
 class DecodeLayer(NamedTuple):
@@ -403,7 +406,8 @@ class DecodeLayer(NamedTuple):
     - `norm`, `following_norm`: before the MLP and before the following products, if any.
     - `weights`: out, gate_up and down, then the following weights.
     - `mixture`: if gate_up and down are stacks of experts.
-    - `out_bias`: (d,), added to the product with `out`, or None; only on one device.
+    - `out_bias`: (d,), added to the product with `out`, or None. If devices add their parts, it is
+      zero on all but one of them.
     """
 
     attention: cuda_attend.Operands
@@ -492,8 +496,9 @@ def _add_mixture(
         expert=expert,
         out=weight,
     )
+    offset = 0 if mixture.offset is None else calls.operand(mixture.offset.reshape(1))
     operands = (calls, x, expert, weight, gate_up, down, mixture.gate_up_bias, mixture.down_bias)
-    _add_experts(*operands, 0, out, activation=activation)
+    _add_experts(*operands, offset, out, activation=activation)
 
 
 def unsupported_router(router: Router, capability: int) -> str | None:

@@ -56,9 +56,9 @@ def decode_layers(
     neither derivatives nor `vmap`, and only arrays of one GPU.
 
     In `jax.shard_map` several GPUs may share the layers (`cuda_calls.exchanging`). Each has some of
-    the heads and hidden features with the corresponding weights; residual and norms are replicated.
-    Two kernels per layer add the output and down projections of all GPUs in float32, with equal
-    results on all of them. They cannot share layers with a mixture.
+    the heads, and hidden features or experts, with the corresponding weights; residual, norms and
+    routers are replicated. Two kernels per layer add the output projections, and the down
+    projections or sums of experts, of all GPUs in float32, with equal results on all of them.
 
     **Arguments:**
 

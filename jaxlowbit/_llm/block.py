@@ -131,7 +131,9 @@ class Block(nnx.Module):
 
     def fusible(self, x: Array) -> bool:
         """Whether custom calls compute this block, including its normalizations."""
-        return self._is_plain and not (self.config.experts or self.config.mlp_bias)
+        # On a mesh, every device would add a bias.
+        biased = self.config.mlp_bias or (self.o_bias is not None and self.division is not None)
+        return self._is_plain and not (self.config.experts or biased)
 
     @property
     def _is_plain(self) -> bool:
@@ -142,26 +144,36 @@ class Block(nnx.Module):
             return False
         if config.layer_scale or config.dense_hidden or config.router_norm:
             return False
-        if self.o_bias is not None and self.division is not None:  # every device would add it
-            return False
         matrices = self.o, self.down, *self.gate_up
         quantized = all(isinstance(w.get_value(), QuantizedArray) for w in matrices)
         return quantized and len(self.gate_up) == 1
 
     @property
     def routed(self) -> Mixture | None:
-        """The mixture of experts of a block whose decode steps one call may compute, or None.
-
-        On a mesh, devices have different experts, and add their results.
-        """
-        if self.router is None or self.division is not None or not self._is_plain:
+        """The mixture of experts of a block whose decode steps one call may compute, or None. On a
+        mesh, of the experts of this device."""
+        if self.router is None or not self._is_plain:
             return None
         bias, *biases = (
             None if x is None else x.get_value()
             for x in (self.router_bias, self.gate_up_bias, self.down_bias)
         )
         top, normalized = self.config.experts_per_token, self.config.normalized_experts
-        return Mixture(Router(self.router.get_value(), bias, top, normalized), *biases)
+        router = Router(self.router.get_value(), bias, top, normalized)
+        return Mixture(router, *biases, self._first_expert)
+
+    @property
+    def _first_expert(self) -> Array | None:
+        """The number of the first expert of this device; None without a mesh."""
+        experts = self.down.get_value().shape[0]
+        return None if self.division is None else self.division.first(experts)
+
+    @property
+    def out_bias(self) -> Array | None:
+        """The bias of the output projection, to add once over all devices, or None."""
+        if self.o_bias is None or self.division is None:
+            return None if self.o_bias is None else self.o_bias.get_value()
+        return self.division.on_first(self.o_bias.get_value())
 
     @property
     def fused_norm(self) -> Array:
@@ -276,9 +288,9 @@ class Block(nnx.Module):
 
     def one_call(self, x: Array, following: "Block | None") -> bool:
         """Whether attention and this block are one call in a decode step."""
-        mixture, alone = self.routed, self.division is None
-        dense = self.fusible(x) and (alone or bool(self.exchanging(x)))
-        if not (dense or mixture is not None) or self.rounds(x):
+        shared = self.division is None or bool(self.exchanging(x))
+        mixture = self.routed if shared else None
+        if self.rounds(x) or not shared or not (mixture is not None or self.fusible(x)):
             return False
         onward = self.onward(following)
         if following is not None and onward is None:
@@ -462,7 +474,7 @@ class Block(nnx.Module):
             None if self.gate_up_bias is None else self.gate_up_bias.get_value(),
             None if self.down_bias is None else self.down_bias.get_value(),
             activation=self.config.activation,
-            offset=None if self.division is None else self.division.first(down.shape[0]),
+            offset=self._first_expert,
             lhs_qtype=self.lhs_qtype if self.rounds(x) else None,
             dtype=dtype,
         )

@@ -88,9 +88,8 @@ def _decode(
         rotation = rotations[block.local] if block.rotates else None
         operands = block.attention_operands(heads, rotation, positions, cache, number + i)
         options, weights = block.attention_options(reach), (*own, *following)
-        bias = None if block.o_bias is None else block.o_bias.get_value()
         norms = block.fused_norm, norm
-        layers.append(DecodeLayer(operands, options, *norms, weights, block.routed, bias))
+        layers.append(DecodeLayer(operands, options, *norms, weights, block.routed, block.out_bias))
     config = blocks[0].config
     caches, y, results = decode_block.decode_layers(
         layers,

@@ -285,6 +285,10 @@ class Division:
         """The number of the first of `count` experts that this device has, int32 ()."""
         return (lax.axis_index(self.axis) * count).astype(jnp.int32)
 
+    def on_first(self, values: Array) -> Array:
+        """The values on the first device, and zeros on others."""
+        return jnp.where(lax.axis_index(self.axis) == 0, values, jnp.zeros((), values.dtype))
+
     def exchanging(self, rows: int) -> tuple[int, ...]:
         """CUDA's numbers of the devices, if a decode step of so many rows adds parts within its
         calls; else none."""

@@ -12,14 +12,14 @@ from flax import nnx
 from helpers import call_names, described
 
 from jaxlowbit import INT8
-from jaxlowbit._backends import cuda_attend, extension
+from jaxlowbit._backends import cuda_attend, cuda_calls, extension
 from jaxlowbit._backends.cuda_attend import Operands, Options
 from jaxlowbit._backends.extension import ffi
 from jaxlowbit._backends.target import Target
 from jaxlowbit._composite import decode_block
 from jaxlowbit._llm import attention
 from jaxlowbit._llm.cache import make_cache
-from jaxlowbit.llm import Config, init
+from jaxlowbit.llm import Config, init, shard
 
 BATCH, SLOTS, REACH = 2, 320, 256
 
@@ -118,10 +118,17 @@ def test_a_build_without_kernels_has_a_reason(monkeypatch):
     assert not attention.native(dtype, **sizes, cache_dtype=dtype)
 
 
-def decode_step_text(config, monkeypatch, cache_dtype: Any = None) -> str:
-    """The lowered text of a decode step for CUDA."""
+def decode_step_text(
+    config, monkeypatch, cache_dtype: Any = None, devices: tuple[int, ...] = ()
+) -> str:
+    """The lowered text of a decode step for CUDA, on one device or on several that exchange."""
     monkeypatch.setattr(attention, "choose", lambda *args, **sizes: "native")
-    decoder = init(config, INT8, dtype=jnp.bfloat16, cache_dtype=cache_dtype).decoder
+    monkeypatch.setattr(cuda_calls, "exchanging", lambda *_: devices)
+    model = init(config, INT8, dtype=jnp.bfloat16, cache_dtype=cache_dtype)
+    if devices:
+        mesh = jax.make_mesh((len(devices),), ("model",), devices=jax.devices()[: len(devices)])
+        model = shard(model, mesh)
+    decoder = model.decoder
     graph, state = nnx.split(decoder)
     cache = jax.eval_shape(lambda: make_cache(config, BATCH, SLOTS, decoder.cache_dtype))
 
@@ -220,6 +227,19 @@ def test_steps_of_a_block_with_experts(cuda, monkeypatch):
     assert route["addend"] > 0 and not route["normalized"] and group["offset"] == 0
     assert gate_up["bias_at"] > 0 and down["bias_at"] > 0 and out["bias_at"] == 0
     assert combine["out"] == after["addend"] and before["total"] == after["x"]
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_blocks_with_experts_of_two_devices_are_one_call(name, cuda, monkeypatch):
+    """Each device multiplies by its experts, and the kernels add their sums."""
+    config = MIXTURES[name].replace(layers=3, head_size=64)
+    windows = {"window_layers": (True, False, True)} if config.window else {}
+    text = decode_step_text(config.replace(**windows), monkeypatch, devices=(0, 1))
+    calls = collections.Counter(call_names(text))
+    assert calls["decode_blocks"] == 1 and "quantized_moe" not in calls
+    call = next(line for line in text.splitlines() if "decode_blocks" in line)
+    assert "devices = dense<[0, 1]> : tensor<2xi64>" in call
+    assert call.count("tensor<1xi32>") >= 3  # each layer's first expert
 
 
 BIASED = CONFIGS["qwen2"].replace(layers=3, output_bias=True, sinks=True, window=7)

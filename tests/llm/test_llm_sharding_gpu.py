@@ -22,6 +22,10 @@ CONFIG = Config(
     "llama", layers=3, width=512, heads=8, kv_heads=2, head_size=128, hidden=1536, vocabulary=4224,
     context=1024,
 )  # fmt: skip
+MIXTURE = CONFIG.replace(
+    architecture="qwen3_moe", hidden=384, experts=16, experts_per_token=4, qk_norm="head"
+)
+CONFIGS = {"dense": CONFIG, "mixture": MIXTURE}
 PROMPTS = [
     np.random.default_rng(i).integers(0, 4224, size).tolist()
     for i, size in enumerate((40, 9, *range(5, 35)))
@@ -80,15 +84,17 @@ def test_each_device_has_the_biases_and_sinks_of_its_heads(batch, mesh):
     assert (rows.max(axis=-1) - drawn).max() < 2 * NEAR * np.abs(rows).max()
 
 
-def test_two_runs_give_the_same_bits(mesh):
-    two = shard(init(CONFIG, INT4, dtype=jnp.bfloat16), mesh)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_two_runs_give_the_same_bits(name, mesh):
+    two = shard(init(CONFIGS[name], INT4, dtype=jnp.bfloat16), mesh)
     rows = [logits(two.decoder, [PROMPTS[0]]) for _ in range(2)]
     assert rows[0].tobytes() == rows[1].tobytes()
 
 
-def test_batches_in_turn_do_not_disturb_each_other(mesh):
+@pytest.mark.parametrize("name", CONFIGS)
+def test_batches_in_turn_do_not_disturb_each_other(name, mesh):
     """Kernels count the exchanges of each row of a batch between devices."""
-    two = shard(init(CONFIG, INT4, dtype=jnp.bfloat16), mesh)
+    two = shard(init(CONFIGS[name], INT4, dtype=jnp.bfloat16), mesh)
     found = [
         [x.tokens for x in generate(two, PROMPTS[:batch], max_new_tokens=20)]
         for batch in (2, 1, 17, 1, 2)
@@ -98,8 +104,9 @@ def test_batches_in_turn_do_not_disturb_each_other(mesh):
 
 
 @pytest.mark.parametrize("batch, in_calls", [(1, True), (32, True), (33, False)])
-def test_a_step_sends_sums_and_the_largest_logits_only(batch, in_calls, mesh):
-    decoder = shard(LanguageModel(init(CONFIG, INT4).decoder), mesh).decoder
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_step_sends_sums_and_the_largest_logits_only(name, batch, in_calls, mesh):
+    decoder = shard(LanguageModel(init(CONFIGS[name], INT4).decoder), mesh).decoder
     graph, state = nnx.split(decoder)
     numbers = jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool)
     logits = decoder.divided_logits(jnp.zeros((batch, 512), jnp.bfloat16))

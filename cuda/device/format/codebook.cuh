@@ -48,29 +48,38 @@ struct Table<Codebook::kTable> {
 template <typename T, Codebook kCodebook>
 struct Numbers;
 
-// Moves sign, two exponent bits and one mantissa bit to their positions in T.
+// The bits of magnitudes in the words below, for bf16 and f16. They are in constant memory because ptxas would replace
+// the select by masks of each code, which takes two more instructions for four codes if it knew them.
+[[maybe_unused]] static __constant__ uint32_t magnitudes_of[2] = {0x01dc01dc, 0x0e0e0e0e};
+
+// Moves the sign of codes to bit 15 of a half, and the other bits to the bits from kPlace on. The word is shifted twice:
+// then the magnitudes, or the signs, of two codes are in place, and those of two others kApart bits below. A bit select
+// merges both.
 template <typename T>
 struct Numbers<T, Codebook::kE2m1> {
   static constexpr int kRaised = Pair<T>::kBias - 1;
 
   static __device__ void Read(const uint32_t (&packed)[4], int step, uint32_t (&numbers)[4]) {
-    constexpr int kPlace = Pair<T>::kMantissaBits - 1;  // position of the mantissa bit
+    static_assert(Integer<4>::kUp == 4 && Integer<4>::Shift(0, 1) == 8);
+    const uint32_t word = packed[step], magnitudes = magnitudes_of[kIsBf16 ? 0 : 1];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const uint32_t word = Integer<4>::Word(packed, step, j / 2) >> Integer<4>::Shift(step, j / 2);
-      const int at = j % 2 * Integer<4>::kUp;
-      const int sign_up = 12 - at, up = kPlace - at;
-      if constexpr (kPlace + 4 <= 12) {
-        // One multiplication copies the bits to both positions.
-        const uint32_t bits = word & kValueMask<4> << at;
-        constexpr uint32_t kKept = 0x80008000 | 7 * 0x00010001u << kPlace;
-        numbers[j] = bits * ((1u << sign_up) + (1u << up)) & kKept;
-      } else {
-        numbers[j] =
-            (word & 0x00080008 << at) * (1u << sign_up) + (word & 0x00070007 << at) * (1u << up);
-      }
+    for (int i = 0; i < 2; ++i) {
+      const int code = kIsBf16 ? 2 * i + 1 : i + 2;  // the one in place
+      const int up = kPlace - 4 * code, sign_up = 12 - 4 * code;
+      const uint32_t moved = up < 0 ? word >> -up : word << up;
+      const uint32_t two = (moved & magnitudes) | (word << sign_up & ~magnitudes);
+      numbers[code] = two & kKept;
+      numbers[code - kApart / 4] = two << kApart & kKept;
     }
   }
+
+ private:
+  static constexpr bool kIsBf16 = std::is_same_v<T, __nv_bfloat16>;
+  static constexpr int kPlace = Pair<T>::kMantissaBits - 1, kApart = kIsBf16 ? 4 : 8;
+  static constexpr uint32_t kMagnitude = 7 * 0x00010001u << kPlace;
+  static constexpr uint32_t kKept = kNegativeZeros | kMagnitude;
+  static_assert((kKept & kKept >> kApart) == 0, "two codes share no bit");
+  static_assert((kMagnitude | kMagnitude >> kApart) == (kIsBf16 ? 0x01dc01dc : 0x0e0e0e0e));
 };
 
 // 8-bit floats become f16, which represents all of them, NaN and infinities included.
