@@ -48,9 +48,15 @@ struct Table<Codebook::kTable> {
 template <typename T, Codebook kCodebook>
 struct Numbers;
 
-// The bits of magnitudes in the words below, for bf16 and f16. They are in constant memory because ptxas would replace
-// the select by masks of each code, which takes two more instructions for four codes if it knew them.
-[[maybe_unused]] static __constant__ uint32_t magnitudes_of[2] = {0x01dc01dc, 0x0e0e0e0e};
+// Returns `bits`, which ptxas does not know: it would replace a bit select by masks of each code, which takes two more
+// instructions for four codes.
+static __device__ __forceinline__ uint32_t Unknown(uint32_t bits) {
+  uint32_t found;  // %tid.x is less than 65536
+  asm("{\n.reg .u32 zero;\nmov.u32 zero, %%tid.x;\nshr.u32 zero, zero, 16;\nor.b32 %0, zero, %1;\n}"
+      : "=r"(found)
+      : "r"(bits));
+  return found;
+}
 
 // Moves the sign of codes to bit 15 of a half, and the other bits to the bits from kPlace on. The word is shifted twice:
 // then the magnitudes, or the signs, of two codes are in place, and those of two others kApart bits below. A bit select
@@ -61,7 +67,7 @@ struct Numbers<T, Codebook::kE2m1> {
 
   static __device__ void Read(const uint32_t (&packed)[4], int step, uint32_t (&numbers)[4]) {
     static_assert(Integer<4>::kUp == 4 && Integer<4>::Shift(0, 1) == 8);
-    const uint32_t word = packed[step], magnitudes = magnitudes_of[kIsBf16 ? 0 : 1];
+    const uint32_t word = packed[step], magnitudes = Unknown(kMagnitude | kMagnitude >> kApart);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int code = kIsBf16 ? 2 * i + 1 : i + 2;  // the one in place
@@ -79,7 +85,6 @@ struct Numbers<T, Codebook::kE2m1> {
   static constexpr uint32_t kMagnitude = 7 * 0x00010001u << kPlace;
   static constexpr uint32_t kKept = kNegativeZeros | kMagnitude;
   static_assert((kKept & kKept >> kApart) == 0, "two codes share no bit");
-  static_assert((kMagnitude | kMagnitude >> kApart) == (kIsBf16 ? 0x01dc01dc : 0x0e0e0e0e));
 };
 
 // 8-bit floats become f16, which represents all of them, NaN and infinities included.
