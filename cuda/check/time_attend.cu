@@ -536,6 +536,10 @@ void TimeAttend() {
         TimeShape({batch, 64, 8, 64, reach, reach}, reach, v);
       }
     }
+    for (const bool int8 : {false, true}) {
+      TimeShape({batch, 64, 8, 64, 8192, 8192}, 8192, {}, int8);
+      TimeShape({batch, 16, 8, 256, 8192, 8192}, 8192, {}, int8);
+    }
   }
 }
 

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <iterator>
 #include <limits>
 
 #include "cuda/extents.h"
@@ -82,11 +83,21 @@ cudaError_t Combine(const Attend& attend, const Params& params, const Device& de
                             static_cast<T*>(params.out), params.splits, params.size);
 }
 
+// The time of `ctas` CTAs on one SM, in kMaxSplits-ths of the time of one. One CTA saturates bandwidth with 16-bit
+// elements. With 8-bit elements it does not, since conversions wait for each other: three at a time are fastest.
+int64_t TimeOfCtas(const Attend& attend, int64_t ctas) {
+  constexpr int64_t kOfBytes[] = {0, kMaxSplits, kMaxSplits * 4 / 3, kMaxSplits * 15 / 8};
+  static_assert(std::size(kOfBytes) == attend::kByteCtas + 1);
+  const bool bytes = attend.cache == ElementType::kInt8 || attend.cache == ElementType::kE4m3;
+  if (!bytes) return kMaxSplits * ctas;
+  return ctas / attend::kByteCtas * kOfBytes[attend::kByteCtas] +
+         kOfBytes[ctas % attend::kByteCtas];
+}
+
 }  // namespace
 
-// Minimizes the sequential work of a warp, counted in units of kUnit slots: its own units, one for the start, one for
-// the second kernel, and a fraction (below) per split that the second kernel adds. One CTA per SM saturates bandwidth,
-// so time is proportional to CTAs per SM.
+// Minimizes the time of an SM, counted in units of kUnit slots of a warp: its units, one for the start, one for the
+// second kernel, and a fraction (below) per split that the second kernel adds.
 int AttendSplits(const Attend& attend, const Device& device, int64_t workspace_bytes) {
   if (attend.batch == 0) return 1;
   const Variant variant = Find(attend);
@@ -97,9 +108,8 @@ int AttendSplits(const Attend& attend, const Device& device, int64_t workspace_b
   int64_t best = 1, least = 0;
   for (int64_t splits = 1; splits <= std::max<int64_t>(max_splits, 1); ++splits) {
     const int64_t turns = CeilDiv(units, variant.warps * splits) + 1;
-    const int64_t ctas = std::max<int64_t>(pairs * splits, device.num_sms);
-    const int64_t cost =
-        ctas * turns * kMaxSplits / device.num_sms + (splits > 1 ? kMaxSplits + splits : 0);
+    const int64_t ctas = CeilDiv(pairs * splits, device.num_sms);
+    const int64_t cost = TimeOfCtas(attend, ctas) * turns + (splits > 1 ? kMaxSplits + splits : 0);
     if (splits == 1 || cost < least) best = splits, least = cost;
   }
   return static_cast<int>(best);

@@ -22,13 +22,16 @@ inline constexpr float kLowest =
 template <typename C>
 inline constexpr bool kHasScales = sizeof(C) == 1;
 
+// CTAs on an SM at a time, at least, if the cache has 8-bit elements.
+inline constexpr int kByteCtas = 3;
+
 // The geometry for heads of up to kSize elements, and caches of C.
 template <typename C, int kSize>
 struct Shape {
   static constexpr int kVector = 16 / sizeof(C);  // elements of 16 bytes
   static constexpr int kWarps = kSize == 256 ? 2 : 4;
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kStages = (kSize == 64 ? 4 : kSize == 128 ? 3 : 2) * kVector / 8;
+  static constexpr int kStages = kSize == 64 ? 4 : kSize == 128 ? 3 : kHasScales<C> ? 4 : 2;
   static constexpr int kRowBytes = sizeof(C) * kSize;
   static constexpr int kUnitBytes = kUnit * kRowBytes;  // of keys, and of values
   static constexpr int kScaleBytes = kHasScales<C> ? kUnit * 4 : 0;
