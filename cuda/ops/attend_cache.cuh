@@ -31,7 +31,7 @@ struct Shape {
   static constexpr int kVector = 16 / sizeof(C);  // elements of 16 bytes
   static constexpr int kWarps = kSize == 256 ? 2 : 4;
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kStages = kSize == 64 ? 4 : kSize == 128 ? 3 : kHasScales<C> ? 4 : 2;
+  static constexpr int kStages = kSize == 64 ? 4 : kSize == 128 ? 3 : 2;
   static constexpr int kRowBytes = sizeof(C) * kSize;
   static constexpr int kUnitBytes = kUnit * kRowBytes;  // of keys, and of values
   static constexpr int kScaleBytes = kHasScales<C> ? kUnit * 4 : 0;
