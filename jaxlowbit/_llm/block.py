@@ -154,13 +154,13 @@ class Block(nnx.Module):
         mesh, of the experts of this device."""
         if self.router is None or not self._is_plain:
             return None
-        bias, *biases = (
+        router_bias, gate_up_bias, down_bias = (
             None if x is None else x.get_value()
             for x in (self.router_bias, self.gate_up_bias, self.down_bias)
         )
         top, normalized = self.config.experts_per_token, self.config.normalized_experts
-        router = Router(self.router.get_value(), bias, top, normalized)
-        return Mixture(router, *biases, self._first_expert)
+        router = Router(self.router.get_value(), router_bias, top, normalized)
+        return Mixture(router, gate_up_bias, down_bias, self._first_expert)
 
     @property
     def _first_expert(self) -> Array | None:

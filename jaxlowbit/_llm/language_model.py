@@ -266,8 +266,6 @@ def init(
 ) -> LanguageModel:
     """Makes a model of random packed weights, of any size: floats are never made.
 
-    Makes a model with random packed weights, without allocating float matrices.
-
     - `config`: sizes and kinds.
     - `format`: a `Format` or its name, for every matrix; None for floats in `dtype`.
     - `seed`: a 64-bit integer.

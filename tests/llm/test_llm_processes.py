@@ -6,23 +6,22 @@ import socket
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import PLATFORM
 
-for package in ("gguf", "jinja2", "safetensors", "tokenizers", "tqdm"):
-    pytest.importorskip(package, reason=f"{package} is not installed")
+from jaxlowbit import llm, quantize
 
-import model_files  # noqa: E402
-
-from jaxlowbit import llm, quantize  # noqa: E402
-
-pytestmark = pytest.mark.skipif(
-    PLATFORM != "cpu", reason="both processes would take the memory of one GPU"
-)
+on_cpu = pytest.mark.skipif(PLATFORM != "cpu", reason="on CPUs; GPUs have a test of their own")
 
 PROMPT = list(range(3, 20))
-PROGRAM = f"""
+CONFIG = {
+    "layers": 2, "width": 256, "heads": 4, "kv_heads": 2, "head_size": 64, "hidden": 512,
+    "vocabulary": 512, "context": 128,
+}  # fmt: skip
+START = """
 import json, sys
 rank, address, model = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 import jax
@@ -33,13 +32,14 @@ from jaxlowbit import llm
 
 mesh = jax.make_mesh((2,), ("model",))
 put = lambda x, *spec: jax.device_put(x, jax.NamedSharding(mesh, jax.P(*spec)))
-found = {{"devices": [len(jax.devices()), len(jax.local_devices())]}}
+found = {"devices": [len(jax.devices()), len(jax.local_devices())]}
 
 weight, x = np.load("weight.npy"), np.load("x.npy")
 array = jl.quantize(put(weight, "model", None), "int4", shards=(2, 1))
 product = jax.jit(lambda x, q: jl.quantized_matmul(x, q, out_sharding=jax.P()))
-found["product"] = np.asarray(product(put(x, None, "model"), array)).tolist()
-
+found["product"] = np.asarray(product(put(x, None, "model"), array), np.float32).tolist()
+"""
+ON_CPUS = f"""
 weight[-1, -1] = np.inf
 try:
     jl.quantize(put(weight, "model", None), "int4", shards=(2, 1))
@@ -53,7 +53,12 @@ try:
     llm.save(loaded, f"saved{{rank}}")
 except ValueError as error:
     found["save"] = str(error)
-print(json.dumps(found))
+"""
+ON_GPUS = f"""
+config = llm.Config("llama", **{CONFIG})
+for dtype in ("float32", "bfloat16"):
+    made = llm.init(config, "int4", dtype=dtype, mesh=mesh)
+    found[dtype] = llm.generate(made, {PROMPT}, max_new_tokens=8).tokens
 """
 
 
@@ -65,33 +70,39 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
+    for package in ("gguf", "jinja2", "safetensors", "tokenizers", "tqdm"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    import model_files
+
     return model_files.write_tiny(tmp_path_factory.mktemp("model"))
+
+
+def make_operands(dtype):
+    rng = np.random.default_rng(0)
+    return tuple(rng.normal(size=shape).astype(dtype) for shape in ((256, 128), (3, 256)))
 
 
 @pytest.fixture(scope="module")
 def operands():
-    rng = np.random.default_rng(0)
-    return tuple(rng.normal(size=shape).astype(np.float32) for shape in ((256, 128), (3, 256)))
+    return make_operands(np.float32)
 
 
-@pytest.fixture(scope="module")
-def found(model, operands, tmp_path_factory):
-    """The results that each process printed."""
-    folder, address = tmp_path_factory.mktemp("processes"), f"localhost:{free_port()}"
+def run(program, folder, model, operands, *environments):
+    """The results that two processes printed, each with its environment."""
+    address = f"localhost:{free_port()}"
     for name, values in zip(("weight", "x"), operands, strict=True):
         np.save(folder / f"{name}.npy", values)
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
-    run = [sys.executable, "-c", PROGRAM]
+    command = [sys.executable, "-c", START + program + "print(json.dumps(found))"]
     processes = [
         subprocess.Popen(
-            [*run, str(rank), address, model],
-            env=environment,
+            [*command, str(rank), address, model],
+            env=os.environ | environment,
             cwd=folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(2)
+        for rank, environment in enumerate(environments)
     ]
     printed = [process.communicate(timeout=300) for process in processes]
     for process, (_, errors) in zip(processes, printed, strict=True):
@@ -99,25 +110,56 @@ def found(model, operands, tmp_path_factory):
     return [json.loads(out.splitlines()[-1]) for out, _ in printed]
 
 
+@pytest.fixture(scope="module")
+def found(model, operands, tmp_path_factory):
+    cpu = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+    return run(ON_CPUS, tmp_path_factory.mktemp("processes"), model, operands, cpu, cpu)
+
+
+@on_cpu
 def test_each_process_has_a_device_and_the_same_results(found):
     assert found[0]["devices"] == [2, 1]
     assert found[0] == found[1]
 
 
+@on_cpu
 def test_products(found, operands):
     weight, x = operands
     want = x @ quantize(weight, "int4", shards=(2, 1)).dequantize()
     np.testing.assert_allclose(found[0]["product"], want, atol=1e-4)
 
 
+@on_cpu
 @pytest.mark.parametrize(("name", "options"), [("tokens", {}), ("drawn", {"temperature": 1})])
 def test_tokens_of_one_process(found, model, name, options):
     one = llm.generate(llm.load(model), PROMPT, max_new_tokens=8, seed=3, **options)
     assert found[0][name] == one.tokens
 
 
+@on_cpu
 def test_errors_are_sentences(found):
     assert found[0]["infinity"].startswith(
         "quantize: weight has 1 values that are NaN or infinite;"
     )
     assert found[0]["save"].startswith("save: embedding has parts on devices of other processes;")
+
+
+@pytest.mark.gpu
+def test_gpus_of_two_processes(tmp_path):
+    """Float16 products run on our kernels. Tokens are those of one process, in float32."""
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+    if len(devices) < 2 or len(jax.devices("cuda")) < 2:
+        pytest.skip("needs two GPUs")
+    operands = make_operands(np.float16)
+    both = [
+        {"CUDA_VISIBLE_DEVICES": device, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        for device in devices[:2]
+    ]
+    found = run(ON_GPUS, tmp_path, "", operands, *both)
+    assert found[0] == found[1] and found[0]["devices"] == [2, 1]
+    weight, x = operands
+    dequantized = np.asarray(quantize(weight, "int4", shards=(2, 1)).dequantize(), np.float32)
+    np.testing.assert_allclose(found[0]["product"], x.astype(np.float32) @ dequantized, atol=0.05)
+    one = llm.init(llm.Config("llama", **CONFIG), "int4", dtype=jnp.float32)
+    assert found[0]["float32"] == llm.generate(one, PROMPT, max_new_tokens=8).tokens
+    assert len(found[0]["bfloat16"]) == 8
