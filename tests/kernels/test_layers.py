@@ -156,7 +156,7 @@ def biased_block(
 def block_with_experts(layer: Any, attended, residual, activation, epsilon):
     """`quantized_block` with a mixture of experts."""
     out, gate_up, down, *following = layer.weights
-    router, *biases = layer.mixture
+    router, gate_up_bias, down_bias, _ = layer.mixture
     added = attended @ out
     if layer.out_bias is not None:
         added += layer.out_bias.astype(added.dtype)[None]
@@ -166,10 +166,10 @@ def block_with_experts(layer: Any, attended, residual, activation, epsilon):
         experts_per_token=router.top, normalized_experts=router.normalized
     )
     expert, weight = experts.route(config, x[:, None], router.weight, router.bias)
-    options = dict(zip(("gate_up_bias", "down_bias"), biases, strict=True))
     mixed = quantized_moe(
-        x, expert[:, 0], weight[:, 0], gate_up, down, activation=activation, **options
-    )
+        x, expert[:, 0], weight[:, 0], gate_up, down, activation=activation,
+        gate_up_bias=gate_up_bias, down_bias=down_bias,
+    )  # fmt: skip
     if not following:
         return y + mixed
     return normalized_matmuls(y, mixed, layer.following_norm, following, epsilon=epsilon)
