@@ -88,8 +88,7 @@ cudaError_t Combine(const Attend& attend, const Params& params, const Device& de
 int64_t TimeOfCtas(const Attend& attend, int64_t ctas) {
   constexpr int64_t kOfBytes[] = {0, kMaxSplits, kMaxSplits * 4 / 3, kMaxSplits * 15 / 8};
   static_assert(std::size(kOfBytes) == attend::kByteCtas + 1);
-  const bool bytes = attend.cache == ElementType::kInt8 || attend.cache == ElementType::kE4m3;
-  if (!bytes) return kMaxSplits * ctas;
+  if (!Is8Bit(attend.cache)) return kMaxSplits * ctas;
   return ctas / attend::kByteCtas * kOfBytes[attend::kByteCtas] +
          kOfBytes[ctas % attend::kByteCtas];
 }

@@ -59,8 +59,8 @@ static __device__ __forceinline__ uint32_t Unknown(uint32_t bits) {
 }
 
 // Moves the sign of codes to bit 15 of a half, and the other bits to the bits from kPlace on. The word is shifted twice:
-// then the magnitudes, or the signs, of two codes are in place, and those of two others kApart bits below. A bit select
-// merges both.
+// one shift puts the magnitudes of two codes in place, the other their signs. Magnitudes and signs of two more codes are
+// kApart bits below. A bit select merges both words.
 template <typename T>
 struct Numbers<T, Codebook::kE2m1> {
   static constexpr int kRaised = Pair<T>::kBias - 1;
