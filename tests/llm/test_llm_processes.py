@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jaxlowbit import llm, quantize
 on_cpu = pytest.mark.skipif(PLATFORM != "cpu", reason="on CPUs; GPUs have a test of their own")
 
 PROMPT = list(range(3, 20))
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "layers": 2, "width": 256, "heads": 4, "kv_heads": 2, "head_size": 64, "hidden": 512,
     "vocabulary": 512, "context": 128,
 }  # fmt: skip
