@@ -413,7 +413,8 @@ class WarpAttention {
       }
       weights[half] = Pack<V>(weight[0], weight[1]);
       weights[2 + half] = Pack<V>(weight[2], weight[3]);
-      if (__any_sync(~0u, factor != 1)) {  // a maximum has changed
+      // With 8-bit elements, instructions are the bound: only if a maximum has changed.
+      if (!kHasScales<C> || __any_sync(~0u, factor != 1)) {
 #pragma unroll
         for (int n = 0; n < 2 * kSteps; ++n) {
           sums_[n][2 * half] *= factor;
