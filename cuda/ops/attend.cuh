@@ -572,7 +572,7 @@ inline constexpr bool kHasByteCaches = true;
 // T: activations; C: elements of the cache, T or 8 bits. kSize: head size, padded with zeros beyond params.size. kWide:
 // more than 8 query heads per key head.
 template <typename T, typename C, int kSize, bool kWide>
-__global__ void __launch_bounds__(Shape<C, kSize>::kThreads, kHasScales<C> ? kByteCtas : 1)
+__global__ void __launch_bounds__(Shape<C, kSize>::kThreads, kHasScales<C> ? kByteCtas : 0)
     AttendKernel(const Params p) {
   if constexpr (!kHasScales<C> || kHasByteCaches) AttendCta<T, C, kSize, kWide>(p);
 }
