@@ -53,7 +53,7 @@ struct Shape {
     constexpr int kRowsOfBanks = kChunks < 8 ? 8 / kChunks : 1;
     return row * kRowBytes + (at ^ row / kRowsOfBanks % (8 / kRowsOfBanks)) * 16;
   }
-  // The same for queries, and for the new key (row 0) and value (row 1), which follow the queries.
+  // QueryPlace is the offset in the queries, NewPlace in the new key (row 0) and value (row 1), which follow them.
   static __device__ int QueryPlace(int row, int at) {
     return row * 2 * kSize + (at ^ row % 8) * 16;
   }

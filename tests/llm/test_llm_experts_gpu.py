@@ -129,8 +129,9 @@ def test_layers_in_one_call_give_the_bits_of_a_call_each(name, batch, monkeypatc
 @pytest.mark.parametrize("batch", [1, 3, 16])
 @pytest.mark.parametrize("name", ONE_CALL)
 def test_one_call_gives_the_logits_of_several(name, batch, monkeypatch):
-    """XLA routes in the other program. Ours is as near to float32, and nearly all tokens choose the
-    experts of the other or of float32 in all layers."""
+    """XLA routes in the other program. The programs differ at most 1.5 times as much, and choose
+    other experts at most as often, as one of them and float32 do. Nearly all tokens choose the
+    experts of the other program or of float32 in all layers."""
     layers = ONE_CALL[name][0].layers
     ours = decode(decoder(name), batch, 24, {"decode_blocks": 1, "quantized_moe": 0})
     monkeypatch.setattr(block_steps, "together", lambda *_: 0)
@@ -140,7 +141,8 @@ def test_one_call_gives_the_logits_of_several(name, batch, monkeypatch):
     errors, error, rounding = (
         np.abs(x - y).max(axis=-1) / size for x, y in ((ours, others), (ours, wide), (others, wide))
     )
-    assert np.median(error) < max(NEAR / 5, 1.5 * np.median(rounding))
+    assert np.median(errors) < max(NEAR / 5, 1.5 * np.median(rounding))
+    assert (errors >= NEAR).mean() <= max(0.1, (rounding >= NEAR).mean())
     assert (np.minimum(errors, error) < NEAR).mean() > 0.9
     # The greedy token is the same, except where two logits are near.
     first, second = np.sort(others, axis=-1)[..., :-3:-1].transpose(2, 0, 1)

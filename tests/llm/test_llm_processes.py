@@ -147,7 +147,7 @@ def test_errors_are_sentences(found):
 
 @pytest.mark.gpu
 def test_gpus_of_two_processes(tmp_path):
-    """Float16 products run on our kernels. Tokens are those of one process, in float32."""
+    """float16 products run on our kernels. In float32, one process gives the same tokens."""
     devices = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
     if len(devices) < 2 or len(jax.devices("cuda")) < 2:
         pytest.skip("needs two GPUs")
