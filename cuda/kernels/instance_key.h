@@ -46,8 +46,13 @@ struct InstanceKey {
   constexpr bool operator==(const InstanceKey& other) const { return number() == other.number(); }
 };
 
+// Whether Hopper's kernels are compiled ahead of time for zeros of a kind: those of 8-bit weights are rare.
+constexpr bool HasPrebuiltZeros(int bits, ZeroKind zero) {
+  return zero == ZeroKind::kNone || (zero == ZeroKind::kInteger && bits == 4);
+}
+
 // Whether instances of a family are compiled ahead of time for a format: integers of kKernelBits with 16-bit or 32-bit
-// scales. Hopper's kernels are limited to the common formats: scales of the type of lhs, no float zeros. Transposed
+// scales. Hopper's kernels are limited to the common formats: scales of the type of lhs, zeros as above. Transposed
 // products, which only derivatives use, are always JIT-compiled. `Format`: InstanceKey or QuantizedMatmul.
 template <typename Format>
 constexpr bool IsPrebuiltFormat(Family family, const Format& format) {
@@ -56,7 +61,8 @@ constexpr bool IsPrebuiltFormat(Family family, const Format& format) {
   const bool hopper = family == Family::kSm90 || family == Family::kSm90Stream;
   return has_width && family != Family::kSm80Transposed && format.codebook == Codebook::kNone &&
          !Is8Bit(format.scale) && !Is8Bit(format.lhs) &&
-         (!hopper || (format.scale != ElementType::kF32 && format.zero != ZeroKind::kFloat));
+         (!hopper || (format.scale != ElementType::kF32 &&
+                      HasPrebuiltZeros(static_cast<int>(format.bits), format.zero)));
 }
 constexpr bool IsPrebuiltFormat(const InstanceKey& key) {
   return IsPrebuiltFormat(key.family, key);

@@ -25,8 +25,10 @@ KernelFunction FindKernel(bool zeros, int tile) {
   constexpr auto kBuilt = std::make_integer_sequence<int, kPrebuiltTiles>{};
   constexpr auto kPlain =
       std::make_integer_sequence<int, kIsCommon ? kFloatTiles : kPrebuiltTiles>{};
-  return zeros ? FindTile<T, ZeroKind::kInteger, kBits>(tile, kBuilt)
-               : FindTile<T, ZeroKind::kNone, kBits>(tile, kPlain);
+  if constexpr (HasPrebuiltZeros(kBits, ZeroKind::kInteger)) {
+    if (zeros) return FindTile<T, ZeroKind::kInteger, kBits>(tile, kBuilt);
+  }
+  return FindTile<T, ZeroKind::kNone, kBits>(tile, kPlain);
 }
 
 }  // namespace jaxlowbit::sm90

@@ -10,7 +10,8 @@ namespace {
 template <typename T, ZeroKind kZero, int kBits, int kNumber>
 KernelFunction FindVariant() {
   constexpr Variant kVariant = kVariants[kNumber];
-  if constexpr (kVariant.block_m <= MaxRows(kBits, ElementType::kBf16)) {
+  if constexpr (HasPrebuiltZeros(kBits, kZero) &&
+                kVariant.block_m <= MaxRows(kBits, ElementType::kBf16)) {
     return QmmSm90StreamKernel<
         Instance<T, T, kZero, kVariant.block_m, kBits, kVariant.ctas_per_sm, kVariant.lhs_path>>;
   }
