@@ -108,7 +108,7 @@ def _name(tokenizer: Any, token: int) -> str:
 
 def _peak() -> str:
     """The peak of memory in use, if the device reports it."""
-    found: Any = jax.devices()[0].memory_stats() or {}
+    found: Any = jax.local_devices()[0].memory_stats() or {}
     peak = found.get("peak_bytes_in_use")
     return "" if peak is None else f", device at most {peak / 1e6:,.0f} MB"
 

@@ -44,8 +44,8 @@ def check_weights(
 
 
 def available() -> int | None:
-    """The free memory of the first device in bytes; None if unknown."""
-    device = jax.devices()[0]
+    """The free memory of this process's first device in bytes; None if unknown."""
+    device = jax.local_devices()[0]  # another process's has no statistics here
     if device.platform == "cpu":
         try:
             with open("/proc/meminfo", encoding="utf-8") as file:

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from typing import Any
 
 import jax
@@ -23,8 +24,14 @@ CONFIG: dict[str, Any] = {
     "vocabulary": 512, "context": 128,
 }  # fmt: skip
 START = """
-import json, sys
+import json, os, sys, traceback
 rank, address, model = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+
+def fail(*error):  # a usual exit would wait for the other process
+    traceback.print_exception(*error)
+    os._exit(1)
+
+sys.excepthook = fail
 import jax
 jax.distributed.initialize(address, num_processes=2, process_id=rank)
 import numpy as np
@@ -94,21 +101,36 @@ def run(program, folder, model, operands, *environments):
     for name, values in zip(("weight", "x"), operands, strict=True):
         np.save(folder / f"{name}.npy", values)
     command = [sys.executable, "-c", START + program + "print(json.dumps(found))"]
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), address, model],
-            env=os.environ | environment,
-            cwd=folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, environment in enumerate(environments)
-    ]
-    printed = [process.communicate(timeout=300) for process in processes]
-    for process, (_, errors) in zip(processes, printed, strict=True):
-        assert process.returncode == 0, errors
-    return [json.loads(out.splitlines()[-1]) for out, _ in printed]
+    outputs = [(folder / f"out{rank}", folder / f"errors{rank}") for rank in range(2)]
+    processes = []
+    for rank, (environment, (out, errors)) in enumerate(zip(environments, outputs, strict=True)):
+        with open(out, "w") as stdout, open(errors, "w") as stderr:
+            process = subprocess.Popen(
+                [*command, str(rank), address, model],
+                env=os.environ | environment,
+                cwd=folder,
+                stdout=stdout,
+                stderr=stderr,
+            )
+        processes.append(process)
+    wait_for_all(processes)
+    codes = [process.returncode for process in processes]
+    assert codes == [0, 0], "\n\n".join(errors.read_text()[-3000:] for _, errors in outputs)
+    return [json.loads(out.read_text().splitlines()[-1]) for out, _ in outputs]
+
+
+def wait_for_all(processes, seconds=300):
+    """Ends all processes once one has failed, for which the others would wait."""
+    end = time.monotonic() + seconds
+    try:
+        while any(process.poll() is None for process in processes):
+            if time.monotonic() > end or any(process.returncode for process in processes):
+                break
+            time.sleep(0.1)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 @pytest.fixture(scope="module")
