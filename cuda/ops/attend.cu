@@ -33,14 +33,14 @@ std::atomic<uint64_t> loaded_on{0};
 // A kernel and how it is launched.
 struct Variant {
   KernelFunction kernel;
-  int warps, shared_bytes;
+  int warps, shared_bytes, ctas;
   std::atomic<uint64_t>* loaded;
 };
 
 template <typename T, typename C, int kSize, bool kWide>
 Variant Of() {
   using S = attend::Shape<C, kSize>;
-  return {attend::AttendKernel<T, C, kSize, kWide>, S::kWarps, S::kSharedBytes,
+  return {attend::AttendKernel<T, C, kSize, kWide>, S::kWarps, S::kSharedBytes, S::kCtas,
           &loaded_on<T, C, kSize, kWide>};
 }
 template <typename T, typename C, int kSize>
@@ -83,33 +83,38 @@ cudaError_t Combine(const Attend& attend, const Params& params, const Device& de
                             static_cast<T*>(params.out), params.splits, params.size);
 }
 
-// The time of `ctas` CTAs on one SM, in kMaxSplits-ths of the time of one. One CTA saturates bandwidth with 16-bit
-// elements. With 8-bit elements it does not, since conversions wait for each other: three at a time are fastest.
-int64_t TimeOfCtas(const Attend& attend, int64_t ctas) {
-  constexpr int64_t kOfBytes[] = {0, kMaxSplits, kMaxSplits * 4 / 3, kMaxSplits * 15 / 8};
-  static_assert(std::size(kOfBytes) == attend::kByteCtas + 1);
-  if (!Is8Bit(attend.cache)) return kMaxSplits * ctas;
-  return ctas / attend::kByteCtas * kOfBytes[attend::kByteCtas] +
-         kOfBytes[ctas % attend::kByteCtas];
+// The time of a turn, in which each warp of `ctas` CTAs processes kUnit slots, relative to one CTA alone. If two CTAs
+// fit on an SM, one saturates bandwidth; if three fit, two do not. Fitted to measurements: docs/kernels/attend.md.
+double TurnOf(int64_t ctas, const Variant& variant, int num_sms) {
+  constexpr double kOfThree[] = {0, 1, 1.2, 1.7};
+  const int64_t most = CeilDiv(ctas, num_sms);
+  if (variant.ctas > 2) return kOfThree[most];
+  const double mean = static_cast<double>(ctas) / num_sms;
+  return ctas == 0 ? 0 : std::max(1.0, mean + 0.2 * static_cast<double>(most));
 }
 
 }  // namespace
 
-// Minimizes the time of an SM, counted in units of kUnit slots of a warp: its units, one for the start, one for the
-// second kernel, and a fraction (below) per split that the second kernel adds.
+// Minimizes the time, in turns, of waves of as many CTAs as fit on the device at a time.
 int AttendSplits(const Attend& attend, const Device& device, int64_t workspace_bytes) {
   if (attend.batch == 0) return 1;
   const Variant variant = Find(attend);
+  const int fit = device.shared_bytes_per_sm / (variant.shared_bytes + kReservedSharedBytes);
+  const int64_t wave = std::clamp(fit, 1, variant.ctas) * device.num_sms;
+  const double start = variant.ctas > 2 ? 3 : 1.5, second_kernel = 1.5;
   const int64_t pairs = attend.batch * attend.kv_heads;
   const int64_t units = std::max<int64_t>(CeilDiv(attend.reach, kUnit), 1);
   const int64_t max_splits = std::min<int64_t>(
       {kMaxSplits, CeilDiv(units, variant.warps), workspace_bytes / PartialBytes(attend)});
-  int64_t best = 1, least = 0;
+  int64_t best = 1;
+  double least = std::numeric_limits<double>::infinity();
   for (int64_t splits = 1; splits <= std::max<int64_t>(max_splits, 1); ++splits) {
-    const int64_t turns = CeilDiv(units, variant.warps * splits) + 1;
-    const int64_t ctas = CeilDiv(pairs * splits, device.num_sms);
-    const int64_t cost = TimeOfCtas(attend, ctas) * turns + (splits > 1 ? kMaxSplits + splits : 0);
-    if (splits == 1 || cost < least) best = splits, least = cost;
+    const auto turns = static_cast<double>(CeilDiv(units, variant.warps * splits));
+    const int64_t ctas = pairs * splits;
+    const double waves = static_cast<double>(ctas / wave) * TurnOf(wave, variant, device.num_sms) +
+                         TurnOf(ctas % wave, variant, device.num_sms);
+    const double time = waves * (turns + start) + (splits > 1 ? second_kernel : 0);
+    if (time < least) best = splits, least = time;
   }
   return static_cast<int>(best);
 }
