@@ -81,10 +81,11 @@ ONE_CALL = {
 
 
 @functools.cache
-def decoder(name: str, dtype: Any = jnp.bfloat16) -> Decoder:
+def decoder(name: str, dtype: Any = jnp.bfloat16, kv_heads: int = 2) -> Decoder:
     """Router and biases are random; a router is bfloat16 if it has a bias. `dtype`: of activations;
     weights are the same."""
     config, format = ONE_CALL[name]
+    config = config.replace(kv_heads=kv_heads)
     weights: dict[str, Any] = random_weights(config, format, dtype=jnp.bfloat16)
     for i, (key, x) in enumerate(weights.items()):
         if key.endswith("router") and config.router_bias:
@@ -150,29 +151,31 @@ def test_one_call_gives_the_logits_of_several(name, batch, monkeypatch):
     assert (ours.argmax(axis=-1) == others.argmax(axis=-1))[clear].all()
 
 
-def mesh_of_two() -> jax.sharding.Mesh:
+def mesh_of(count: int) -> jax.sharding.Mesh:
     devices = jax.devices()
-    if len(devices) < 2:
-        pytest.skip(f"needs 2 GPUs, JAX sees {len(devices)}")
-    return jax.make_mesh((2,), ("model",), devices=devices[:2])
+    if len(devices) < count:
+        pytest.skip(f"needs {count} GPUs, JAX sees {len(devices)}")
+    return jax.make_mesh((count,), ("model",), devices=devices[:count])
 
 
+@pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("name", CASES)
-def test_two_devices_give_the_tokens_of_one(name):
+def test_several_devices_give_the_tokens_of_one(name, count):
     config, format = CASES[name]
-    one = init(config, format, dtype=jnp.float32)
-    two = shard(one, mesh_of_two())
-    found, want = (generate(model, PROMPTS[:2], max_new_tokens=16) for model in (two, one))
+    one = init(config.replace(kv_heads=count), format, dtype=jnp.float32)
+    several = shard(one, mesh_of(count))
+    found, want = (generate(model, PROMPTS[:2], max_new_tokens=16) for model in (several, one))
     assert [x.tokens for x in found] == [x.tokens for x in want]
 
 
+@pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("batch", [1, 16])
 @pytest.mark.parametrize("name", ONE_CALL)
-def test_two_devices_with_different_experts_share_a_call(name, batch):
+def test_several_devices_with_different_experts_share_a_call(name, batch, count):
     """Each token's logit is the largest up to rounding, given the tokens before it."""
-    one = decoder(name)
-    two = shard(LanguageModel(one), mesh_of_two())
-    results = generate(two, PROMPTS[:batch], max_new_tokens=24)
+    one = decoder(name, kv_heads=count)
+    several = shard(LanguageModel(one), mesh_of(count))
+    results = generate(several, PROMPTS[:batch], max_new_tokens=24)
     for i in {0, batch - 1}:
         prompt, result = PROMPTS[i], results[i]
         found = logits(one, [prompt + result.tokens])[0, len(prompt) - 1 : -1]
