@@ -46,7 +46,7 @@ struct InstanceKey {
   constexpr bool operator==(const InstanceKey& other) const { return number() == other.number(); }
 };
 
-// Whether Hopper's kernels are compiled ahead of time for zeros of a kind: those of 8-bit weights are rare.
+// Whether Hopper's kernels are compiled ahead of time for zeros of a kind. 8-bit weights rarely have zeros.
 constexpr bool HasPrebuiltZeros(int bits, ZeroKind zero) {
   return zero == ZeroKind::kNone || (zero == ZeroKind::kInteger && bits == 4);
 }

@@ -83,7 +83,7 @@ cudaError_t Combine(const Attend& attend, const Params& params, const Device& de
                             static_cast<T*>(params.out), params.splits, params.size);
 }
 
-// The time of a turn, in which each warp of `ctas` CTAs processes kUnit slots, relative to one CTA alone. If two CTAs
+// The time of one turn of `ctas` CTAs, relative to a single CTA; each warp processes kUnit slots per turn. If two CTAs
 // fit on an SM, one saturates bandwidth; if three fit, two do not. Fitted to measurements: docs/kernels/attend.md.
 double TurnOf(int64_t ctas, const Variant& variant, int num_sms) {
   constexpr double kOfThree[] = {0, 1, 1.2, 1.7};

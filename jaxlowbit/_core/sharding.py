@@ -1,4 +1,4 @@
-"""Shardings of the leaves of a quantized matrix, a `QuantizedArray`."""
+"""Shardings of the leaves of a quantized matrix, a `QuantizedArray`, and their placement."""
 
 import math
 from collections.abc import Sequence
@@ -105,3 +105,21 @@ def _part_blocks(
             f"multiple of {parts}."
         )
     return found
+
+
+def placed(tree: Any, sharding: Any = None) -> Any:
+    """Puts arrays on devices, by a sharding for all or one for each; each device reads its part."""
+    if all(getattr(one, "is_fully_addressable", True) for one in jax.tree.leaves(sharding)):
+        # `device_put` uses aligned host memory as it is on a CPU, and copies nothing else twice.
+        return jax.device_put(tree, sharding)
+    if isinstance(sharding, jax.sharding.Sharding):
+        sharding = jax.tree.map(lambda leaf: sharding, tree)
+    return jax.tree.map(_own_parts, tree, sharding)
+
+
+def _own_parts(leaf: Any, sharding: jax.sharding.Sharding) -> Any:
+    """The parts of an array on devices of this process, of an array over several processes."""
+    if not getattr(leaf, "is_fully_addressable", True):
+        return jax.device_put(leaf, sharding)
+    # `device_put` would gather the array from all processes, to compare it.
+    return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])

@@ -18,11 +18,12 @@ from .._core.array import QuantizedArray
 from .._core.checks import boolean, brief, compute_dtype
 from .._core.format import Format, as_format, format_name
 from .._core.layout import ATOM
+from .._core.sharding import placed
 from .._flax.report import aligned, backend_of, format_words, size_words
 from .._matmul.quantized_lhs import EXACT
 from ..checkpoint import _packing as packing
 from ..checkpoint._matrix import Matrix
-from ..checkpoint._saved import Transfers, placed
+from ..checkpoint._saved import Transfers
 from ..quantizers import _registry as quantizers
 from ..quantizers._calibration import Calibration
 from . import ggml_types, gguf, huggingface, memory, saved

@@ -27,6 +27,7 @@ from .._core.array import QuantizedArray
 from .._core.dequantize import codes_of, of_codes
 from .._core.format import SUPER_BLOCK, Format
 from .._core.layout import ATOM
+from .._core.sharding import placed
 from .._flax.nnx_variables import QuantizedVariable
 from .config import Config
 from .sampling import first_largest
@@ -126,7 +127,7 @@ class Division:
         else:
             specs = jax.P(*_padded(entries, weight.ndim)) if entries else jax.P()
         shardings = jax.tree.map(functools.partial(jax.NamedSharding, self.mesh), specs)
-        return jax.tree.map(_placed, weight, shardings)
+        return placed(weight, shardings)
 
     def divisible(self, name: str, weight: Any) -> Any:
         """A matrix whose rows are divided within super-blocks with a float32 scale for each group;
@@ -396,13 +397,6 @@ def _specs(array: QuantizedArray, entries: Any, mesh: Any) -> QuantizedArray:
 def _padded(entries: Any, ndim: int) -> tuple[Any, ...]:
     """The entries of the last axes of an array, and None for the others."""
     return (*[None] * (ndim - len(entries)), *entries)
-
-
-def _placed(leaf: Any, sharding: jax.NamedSharding) -> Any:
-    if sharding.is_fully_addressable or not getattr(leaf, "is_fully_addressable", True):
-        return jax.device_put(leaf, sharding)
-    # `device_put` would gather the leaf from all processes, to compare it.
-    return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
 
 
 def _kind(name: str) -> str:

@@ -13,12 +13,13 @@ from tqdm import tqdm
 from .._core.array import QuantizedArray
 from .._core.checks import boolean, brief, compute_dtype
 from .._core.format import Format, as_format
+from .._core.sharding import placed
 from . import _packing
 from ._fields import OTHER
 from ._files import AGAIN, FLOATS, Tensor, read_folder
 from ._matrix import Matrix
 from ._registry import find
-from ._saved import is_saved, load_saved, placed
+from ._saved import is_saved, load_saved
 from ._warn import warn_of_file
 
 # Buffers that are not weights.

@@ -30,6 +30,7 @@ from tqdm import tqdm
 from .._core import checks, layout
 from .._core.array import LEAVES, QuantizedArray
 from .._core.format import Format
+from .._core.sharding import placed
 from .._version import __version__
 from ._files import AGAIN, DTYPES, Folder, Tensor, read_folder
 from ._replace import new_folder
@@ -383,12 +384,6 @@ def load_saved(
         )
     leaves = [transfers.add(place(name, like)) for name, like in wanted.items()]
     return jax.tree.unflatten(structure, leaves)
-
-
-def placed(leaf: Any, sharding: Any = None) -> Any:
-    """Puts a memory-mapped array on devices; each reads its part."""
-    # `device_put` uses aligned host memory as it is on a CPU, and copies nothing else twice.
-    return jax.device_put(leaf, sharding)
 
 
 class Transfers:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from helpers import PLATFORM
 
-from jaxlowbit import llm, quantize
+from jaxlowbit import checkpoint, llm, quantize
 
 on_cpu = pytest.mark.skipif(PLATFORM != "cpu", reason="on CPUs; GPUs have a test of their own")
 
@@ -36,7 +36,7 @@ import jax
 jax.distributed.initialize(address, num_processes=2, process_id=rank)
 import numpy as np
 import jaxlowbit as jl
-from jaxlowbit import llm
+from jaxlowbit import checkpoint, llm
 
 mesh = jax.make_mesh((2,), ("model",))
 put = lambda x, *spec: jax.device_put(x, jax.NamedSharding(mesh, jax.P(*spec)))
@@ -54,11 +54,18 @@ try:
 except ValueError as error:
     found["infinity"] = str(error)
 
+def parts(name, array):
+    specs = array.partition_spec(mesh, k="model")
+    return jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), specs)
+
+saved = checkpoint.load("saved", sharding=parts)["weight"]
+found["saved"] = np.asarray(product(put(x, None, "model"), saved), np.float32).tolist()
+
 loaded = llm.load(model, mesh=mesh)
 found["tokens"] = llm.generate(loaded, {PROMPT}, max_new_tokens=8).tokens
 found["drawn"] = llm.generate(loaded, {PROMPT}, max_new_tokens=8, temperature=1, seed=3).tokens
 try:
-    llm.save(loaded, f"saved{{rank}}")
+    llm.save(loaded, f"model{{rank}}")
 except ValueError as error:
     found["save"] = str(error)
 """
@@ -120,7 +127,7 @@ def run(program, folder, model, operands, *environments):
 
 
 def wait_for_all(processes, seconds=300):
-    """Ends all processes once one has failed, for which the others would wait."""
+    """Waits for the processes; if one fails, ends the others, which would wait for it."""
     end = time.monotonic() + seconds
     try:
         while any(process.poll() is None for process in processes):
@@ -136,7 +143,9 @@ def wait_for_all(processes, seconds=300):
 @pytest.fixture(scope="module")
 def found(model, operands, tmp_path_factory):
     cpu = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
-    return run(ON_CPUS, tmp_path_factory.mktemp("processes"), model, operands, cpu, cpu)
+    folder = tmp_path_factory.mktemp("processes")
+    checkpoint.save(folder / "saved", {"weight": quantize(operands[0], "int4", shards=(2, 1))})
+    return run(ON_CPUS, folder, model, operands, cpu, cpu)
 
 
 @on_cpu
@@ -150,6 +159,7 @@ def test_products(found, operands):
     weight, x = operands
     want = x @ quantize(weight, "int4", shards=(2, 1)).dequantize()
     np.testing.assert_allclose(found[0]["product"], want, atol=1e-4)
+    assert found[0]["saved"] == found[0]["product"]
 
 
 @on_cpu
