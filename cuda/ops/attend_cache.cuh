@@ -31,8 +31,8 @@ struct Shape {
   static constexpr int kVector = 16 / sizeof(C);  // elements of 16 bytes
   static constexpr int kWarps = kSize == 256 ? 2 : 4;
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kCtas =
-      kHasScales<C> || kSize != 128 ? 3 : 2;  // on an SM of Hopper at a time
+  // CTAs on an SM of Hopper at a time.
+  static constexpr int kCtas = kHasScales<C> ? kByteCtas : kSize == 128 ? 2 : 3;
   static constexpr int kStages = kSize == 64 ? 4 : kSize == 128 ? 3 : 2;
   static constexpr int kRowBytes = sizeof(C) * kSize;
   static constexpr int kUnitBytes = kUnit * kRowBytes;  // of keys, and of values

@@ -109,7 +109,7 @@ def _part_blocks(
 
 def placed(tree: Any, sharding: Any = None) -> Any:
     """Puts arrays on devices, by a sharding for all or one for each; each device reads its part."""
-    if all(getattr(one, "is_fully_addressable", True) for one in jax.tree.leaves(sharding)):
+    if all(map(_is_own, jax.tree.leaves(sharding))):
         # `device_put` uses aligned host memory as it is on a CPU, and copies nothing else twice.
         return jax.device_put(tree, sharding)
     if isinstance(sharding, jax.sharding.Sharding):
@@ -117,9 +117,14 @@ def placed(tree: Any, sharding: Any = None) -> Any:
     return jax.tree.map(_own_parts, tree, sharding)
 
 
-def _own_parts(leaf: Any, sharding: jax.sharding.Sharding) -> Any:
-    """The parts of an array on devices of this process, of an array over several processes."""
-    if not getattr(leaf, "is_fully_addressable", True):
+def _is_own(found: Any) -> bool:
+    """Whether all devices of a sharding or an array belong to this process; numpy arrays do."""
+    return getattr(found, "is_fully_addressable", True)
+
+
+def _own_parts(leaf: Any, sharding: Any) -> Any:
+    """An array on the devices of `sharding`, of which this process fills its own."""
+    if _is_own(sharding) or not _is_own(leaf):
         return jax.device_put(leaf, sharding)
     # `device_put` would gather the array from all processes, to compare it.
     return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
