@@ -77,6 +77,9 @@ __device__ Task NextTask(const Params& p, Memory memory, int number, int rank, i
   }
 }
 
+// Named barriers of a warpgroup and the producer's warp: the barriers in shared memory exist.
+inline constexpr int kStarted = 4;
+
 template <class I>
 __global__ void __launch_bounds__(I::kThreads, I::kTile.ctas_per_sm)
     QmmSm90Kernel(const __grid_constant__ Params p) {
@@ -84,26 +87,38 @@ __global__ void __launch_bounds__(I::kThreads, I::kTile.ctas_per_sm)
   extern __shared__ __align__(kTmaAlignment) uint8_t shared[];
   const Memory memory = {Opaque(SharedAddress(shared))};
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  if constexpr (I::kReallocatesRegisters) {
+    if (warp >= I::kWarps) ReleaseRegisters<I::kCopyRegisters>();
+  }
   if (warp == I::kWarps) InitBarriers<I>(p.plan, p.peer_shift, memory);
+  const bool clustered = p.peer_shift > 0;
+  if (clustered) ArriveAtCluster();
   if constexpr (I::kRagged) {
     if (warp == 0) {
       WaitForPreviousKernels();  // they may have written the sizes
       memory.groups(p.plan).Store(p.ragged);
     }
+    __syncthreads();
   }
-  __syncthreads();  // barriers exist
-  ArriveAtCluster();
   LaunchDependents();
-  const int rank = p.peer_shift > 0 ? ClusterRank() : 0;
+  const int rank = clustered ? ClusterRank() : 0;
   const int cluster = blockIdx.x >> p.peer_shift, clusters = gridDim.x >> p.peer_shift;
   const int num_tasks = NumTasks<I>(p, memory);
   RingCursor cursor = {0, 0};
   if (warp >= I::kWarps) {
-    if constexpr (I::kReallocatesRegisters) ReleaseRegisters<I::kCopyRegisters>();
-    WaitForArrivals();  // barriers of all CTAs exist
+    // Starts before the consumers have arrived, unless peers load to their shared memory.
+    if (clustered) {
+      WaitForArrivals();
+    } else if (!I::kRagged && warp == I::kWarps) {
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < I::kTile.warpgroups; ++i) ArriveForOthers(kStarted + i, 160);
+    }
     if (warp == I::kWarps && IsElected()) {
       const StageFiller<I> filler(p, rank, memory);
-      int ahead = cluster < num_tasks ? filler.LoadAhead(TaskOf<I>(p, memory, cluster, rank)) : 0;
+      int ahead = p.ahead_stages > 0 && cluster < num_tasks
+                      ? filler.LoadAhead(TaskOf<I>(p, memory, cluster, rank))
+                      : 0;
       WaitForPreviousKernels();
       int tasks = 0;
       for (int number = cluster; number < num_tasks; number += clusters, ++tasks) {
@@ -115,6 +130,11 @@ __global__ void __launch_bounds__(I::kThreads, I::kTile.ctas_per_sm)
         filler.Fill(task, ahead, cursor);
         ahead = 0;
       }
+    } else if (const int warpgroup = warp - I::kWarps - 1;
+               warpgroup >= 0 && warpgroup < I::kTile.warpgroups && DependsOnScales<I>(p)) {
+      for (int number = cluster + clusters; number < num_tasks; number += clusters) {
+        CheckScales<I>(p, TaskOf<I>(p, memory, number, rank), warpgroup);
+      }
     }
     __syncwarp();
   } else {
@@ -122,15 +142,30 @@ __global__ void __launch_bounds__(I::kThreads, I::kTile.ctas_per_sm)
     using Multiplier = std::conditional_t<I::k8BitLhs, ByteMultiplier<I>, TileMultiplier<I>>;
     const Multiplier multiplier(p, memory);
     TileStorer<I> storer(p, memory);
-    WaitForArrivals();
+    int number = cluster, tasks = 0;
+    Task task;
+    bool fits = true;
+    if (!I::kRagged && number < num_tasks) {
+      task = TaskOf<I>(p, memory, number, rank);
+      fits = ScalesFit<I>(p, task);
+    }
+    if (clustered) {
+      WaitForArrivals();
+    } else if (!I::kRagged) {
+      Synchronize(kStarted + static_cast<int>(threadIdx.x) / 128, 160);
+    }
     WaitForPreviousKernels();
     Accumulators<I> acc;
     Factors<I> factors;
-    int number = cluster, tasks = 0;
     for (; number < num_tasks; number += clusters, ++tasks) {
-      const Task task = NextTask<I>(p, memory, number, rank, tasks, cursor);
+      if (I::kRagged || tasks > 0) task = NextTask<I>(p, memory, number, rank, tasks, cursor);
+      if (tasks > 0) {
+        fits = CheckedScalesFit<I>(p);
+      } else if (I::kRagged) {
+        fits = ScalesFit<I>(p, task);
+      }
       if (task.partial < 0) storer.Begin(task.tile);
-      multiplier.Multiply(task, acc, factors, cursor);
+      multiplier.Multiply(task, fits, acc, factors, cursor);
       if (task.partial < 0) {
         storer.Store(task.tile, acc, factors);
       } else {
@@ -144,7 +179,7 @@ __global__ void __launch_bounds__(I::kThreads, I::kTile.ctas_per_sm)
     }
     storer.Finish();
   }
-  if (p.peer_shift > 0) {  // peers must not exit while others may still signal their barriers
+  if (clustered) {  // peers must not exit while others may still signal their barriers
     ReleaseToCluster();
     WaitForArrivals();
   }

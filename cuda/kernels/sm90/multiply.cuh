@@ -9,48 +9,17 @@
 // weights, four or two wgmma. There are two sets of registers, so the next unit is dequantized while the wgmma of one
 // unit run.
 //
-// There are four loops, selected once per task, since a branch in the loop would cost more than it saves:
-//   Single group: scales multiply accumulators; the loop dequantizes to integers and loads no scales.
-//   Long rows: every stage is inside one group. Scales are loaded once per stage; if their values allow it, fusing them
-//     saves an instruction per pair of weights. For instances with groups as small as a step, this loop takes groups of
-//     an atom or more and loads their scales without a branch in the middle of a unit.
-//   Micro rows: groups of MXFP4, MXFP8 or NVFP4. The lanes of a row load the scales of a stage once.
-//   Group rows: all other cases. Scales are loaded for every atom or every step.
+// The four loops are in loops.cuh.
 #pragma once
 
 #include <type_traits>
 
 #include "cuda/device/packed.cuh"
-#include "cuda/device/rows.cuh"
 #include "cuda/device/wgmma.cuh"
 #include "cuda/kernels/sm90/consumer.cuh"
+#include "cuda/kernels/sm90/loops.cuh"
 
 namespace jaxlowbit::sm90 {
-
-// The row types of a strip: for a group with any scales, for a group whose scales fuse, and for a channel.
-template <typename T, typename S, int kBits, Codebook kCodebook>
-struct RowsOf {
-  static constexpr int kDown = kCodebookShift<T, S, kCodebook>;
-  static constexpr bool kCanFuse = Fusing<T, S, kCodebook, kDown>::kSupportsSome &&
-                                   !Fusing<T, S, kCodebook, kDown>::kSupportsAll;
-  using Group = typename CodebookRows<T, S, kBits, kCodebook, kDown>::type;
-  using Fused = FusedNumberRowPair<T, S, kBits, kCodebook, kDown>;
-  using Channel = NumberChannelRowPair<T, S, kBits, kCodebook, kDown>;
-  static constexpr bool kSupportsAll = Fusing<T, S, kCodebook, kDown>::kSupportsAll;
-  // Groups of an atom in the microscaling formats; 0 in others.
-  static constexpr int kMicroGroups =
-      Fusing<T, S, kCodebook, kDown>::kSupportsSome ? kMicroGroupsOf<S> : 0;
-};
-
-template <typename T, typename S, int kBits>
-struct RowsOf<T, S, kBits, Codebook::kNone> {
-  static constexpr bool kCanFuse = std::is_same_v<S, T> && jaxlowbit::kCanFuse<T, kBits>;
-  using Group = ScaledRowPair<T, S, kBits>;
-  using Fused = FusedRowPair<T, kBits>;
-  using Channel = ChannelRowPair<T, S, kBits>;
-  static constexpr bool kSupportsAll = false;
-  static constexpr int kMicroGroups = 0;
-};
 
 // The table is a base class so that it is empty for other codebooks.
 template <class I>
@@ -69,15 +38,15 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
     }
   }
 
-  // Multiplies all atoms of a task. Call after the previous kernels have ended.
-  __device__ void Multiply(const Task& task, Accumulators<I>& acc, Factors<I>& factors,
+  // Multiplies all atoms of a task. Call after the previous kernels have ended. `fits`: Loops::Fits.
+  __device__ void Multiply(const Task& task, bool fits, Accumulators<I>& acc, Factors<I>& factors,
                            RingCursor& cursor) const {
 #pragma unroll
     for (int s = 0; s < I::kStrips; ++s) {
 #pragma unroll
       for (int i = 0; i < I::kM / 2; ++i) acc[s][i] = 0;
     }
-    MultiplyWeights(task, acc, factors, cursor);
+    MultiplyWeights(task, fits, acc, factors, cursor);
     if (p_.units.data == nullptr) return;
     // Applies the factors before the tensor scales (units): factors times the largest ones would overflow.
 #pragma unroll
@@ -98,8 +67,8 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
   using StageConsumer<I>::strip_rows_;
 
   // Computes accumulators; acc * factors is the product without units.
-  __device__ void MultiplyWeights(const Task& task, Accumulators<I>& acc, Factors<I>& factors,
-                                  RingCursor& cursor) const {
+  __device__ void MultiplyWeights(const Task& task, bool fits, Accumulators<I>& acc,
+                                  Factors<I>& factors, RingCursor& cursor) const {
     if constexpr (I::kScalesChannels) {
       if (p_.groups == 1) {
         ChannelRows pairs[I::kStrips];
@@ -125,42 +94,22 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
 #pragma unroll
       for (int h = 0; h < 2; ++h) factors[s][h] = kUnit;
     }
-    if constexpr (kHasLongRows) {
-      if (UsesLongRows(task)) return MultiplyGroups<LongRows>(task, acc, cursor);
+    if constexpr (L::kHasLongRows) {
+      if (L::HasLongGroups(p_) && fits) return MultiplyGroups<LongRows>(task, acc, cursor);
     }
     if constexpr (kMicroGroups > 0) {
-      if (UsesMicroRows(task)) return MultiplyGroups<MicroRows>(task, acc, cursor);
+      if (L::HasMicroGroups(p_) && fits) return MultiplyGroups<MicroRows>(task, acc, cursor);
     }
     MultiplyGroups<GroupRows>(task, acc, cursor);
   }
 
-  // The row types of a strip: for any groups, for groups of kLongAtoms atoms or more, and for a channel.
-  using GroupRows = typename RowsOf<T, S, kBits, I::kCodebook>::Group;
-  struct UnfusedRows : GroupRows {};
-  static constexpr bool kFused =
-      I::kZero != ZeroKind::kInteger && RowsOf<T, S, kBits, I::kCodebook>::kCanFuse;
-  using LongRows =
-      std::conditional_t<kFused, typename RowsOf<T, S, kBits, I::kCodebook>::Fused, UnfusedRows>;
-  using ChannelRows = typename RowsOf<T, S, kBits, I::kCodebook>::Channel;
-  // MicroRows contain the scales of all groups of a stage, a number known at compile time.
-  static constexpr int kMicroGroups =
-      I::kM <= kMaxMicroscaledRows ? RowsOf<T, S, kBits, I::kCodebook>::kMicroGroups : 0;
-  template <int kGroups, class Fused>
-  struct MicroRowsOf {
-    using type = GroupedRowPair<Fused, S, kGroups * I::kStageAtoms>;
-  };
-  template <class Fused>
-  struct MicroRowsOf<0, Fused> {
-    using type = void;
-  };
-  using MicroRows =
-      typename MicroRowsOf<kMicroGroups, typename RowsOf<T, S, kBits, I::kCodebook>::Fused>::type;
+  using L = Loops<I>;
+  using GroupRows = typename L::GroupRows;
+  using LongRows = typename L::LongRows;
+  using MicroRows = typename L::MicroRows;
+  using ChannelRows = typename L::ChannelRows;
+  static constexpr int kLongAtoms = L::kLongAtoms, kMicroGroups = L::kMicroGroups;
 
-  // Groups of LongRows have kLongAtoms atoms or a multiple. Scales are loaded at the start of each stage or group.
-  static constexpr int kLongAtoms = I::kSupportsGroupsOf16 ? 1 : I::kStageAtoms;
-  // The largest tiles hide the latency of scale loads, and have no registers for a third loop.
-  static constexpr bool kHasLongRows = I::kM < 256 ? I::kSupportsGroupsOf16 || std::is_same_v<S, T>
-                                                   : I::kSupportsGroupsOf16 && !I::kScalesChannels;
   // Whether GroupRows load scales at every step instead of branching at possible group starts. A branch in the middle
   // of a unit is most expensive if weights wait for lookups, or if most groups have 16 rows.
   static constexpr bool kLoadsEachStep =
@@ -186,51 +135,6 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
     RingCursor cursor;
     int group_atoms, group_rows;  // atoms per group; scale rows per atom
   };
-
-  // Whether groups have kLongAtoms atoms or more, and LongRows support all scales of the warpgroup's part of a task.
-  __device__ bool UsesLongRows(const Task& task) const {
-    if (p_.groups_per_atom > 1 || p_.atoms_per_group.divisor % kLongAtoms != 0) return false;
-    if constexpr (kFused) return CheckScales<LongRows>(task);
-    return true;
-  }
-
-  // Whether an atom has kMicroGroups groups, and MicroRows support all scales of the warpgroup's part of a task.
-  __device__ bool UsesMicroRows(const Task& task) const {
-    if (p_.groups_per_atom != kMicroGroups) return false;
-    if constexpr (RowsOf<T, S, kBits, I::kCodebook>::kSupportsAll) return true;
-    return CheckScales<MicroRows>(task);
-  }
-
-  template <class R>
-  __device__ bool CheckScales(const Task& task) const {
-    const int warpgroup = threadIdx.x / 128, thread = threadIdx.x % 128;
-    constexpr int kChunks = static_cast<int>(kAtom * sizeof(S)) / kCopyBytes;  // per group
-    const int group = FirstGroup(p_, task.atom_begin);
-    const int groups = FirstGroup(p_, task.atom_end - 1) + 1 - group;
-    const int strips = p_.strips - task.tile.strip - warpgroup * I::kStrips;  // that exist
-    const int chunks = strips > 0 ? groups * kChunks : 0;
-    const uint4* scales[I::kStrips];
-#pragma unroll
-    for (int s = 0; s < I::kStrips; ++s) {
-      const int strip = warpgroup * I::kStrips + max(0, min(s, strips - 1));
-      const int64_t first = StripOf<I>(p_, task.tile, strip) * p_.groups + group;
-      scales[s] = static_cast<const uint4*>(p_.scale) + first * kChunks;
-    }
-    uint32_t any = 0;
-#pragma unroll(4 / I::kStrips)
-    for (int i = thread; i < chunks; i += 128) {
-      uint4 own[I::kStrips];
-#pragma unroll
-      for (int s = 0; s < I::kStrips; ++s) own[s] = __ldg(scales[s] + i);
-#pragma unroll
-      for (const uint4& chunk : own) {
-        for (uint32_t both : {chunk.x, chunk.y, chunk.z, chunk.w}) {
-          any = R::Join(any, both);
-        }
-      }
-    }
-    return AllOf(1 + warpgroup, 128, R::SupportsAllScales(any));
-  }
 
   template <class R>
   __device__ void MultiplyGroups(const Task& task, Accumulators<I>& acc, RingCursor& cursor) const {

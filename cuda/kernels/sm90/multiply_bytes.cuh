@@ -38,8 +38,8 @@ class ByteMultiplier : StageConsumer<I> {
   __device__ ByteMultiplier(const Params& p, Memory memory) : StageConsumer<I>(p, memory) {}
 
   // Multiplies all atoms of a task. Call after the previous kernels have ended.
-  __device__ void Multiply(const Task& task, Accumulators<I>& acc, Factors<I>& factors,
-                           RingCursor& cursor) const {
+  __device__ void Multiply(const Task& task, bool /*fits*/, Accumulators<I>& acc,
+                           Factors<I>& factors, RingCursor& cursor) const {
 #pragma unroll
     for (int s = 0; s < I::kStrips; ++s) factors[s][0] = factors[s][1] = 1;
     if (!kHasGroupSums || I::kIntegerScales || p_.groups == 1) {
