@@ -142,7 +142,8 @@ class Sm90Launch final : public KernelLaunch {
             std::min(TasksOf(problem_, tile_, schedule_, params_.tiles_n), schedule_.resident) *
             peers_)),
         threads_(tile_.threads()),
-        shared_bytes_(params_.plan.shared_bytes()) {}
+        shared_bytes_(params_.plan.shared_bytes()),
+        num_sms_(device.num_sms) {}
 
   cudaError_t Launch(const Buffers* products, cudaStream_t stream) const override {
     const Buffers& b = *products;
@@ -178,7 +179,12 @@ class Sm90Launch final : public KernelLaunch {
     const dim3 grid(static_cast<unsigned>(tile_.m / 8),
                     static_cast<unsigned>(tile_.cta_strips() / problem_.weights_per_element()),
                     static_cast<unsigned>(schedule_.tail_tiles));
-    const LaunchConfig config(grid, kReduceThreads, 0, stream, true);
+    // So much shared memory that every multiprocessor gets the same number of CTAs. They start while CTAs of the kernel
+    // before are ending, and would fill the first multiprocessors that are free.
+    const int64_t ctas = CeilDiv(int64_t{grid.x} * grid.y * grid.z, num_sms_);
+    const int shared_bytes =
+        ctas < kMaxReduceCtas ? Sm90SharedBytes(static_cast<int>(ctas)) - kReduceSharedBytes : 0;
+    const LaunchConfig config(grid, kReduceThreads, shared_bytes, stream, true);
     const auto kernel = problem_.floats() == ElementType::kBf16 ? ReduceTailKernel<__nv_bfloat16>
                                                                 : ReduceTailKernel<__half>;
     return cudaLaunchKernelEx(&config.config, kernel, p, tile_.cta_strips(), tile_.m);
@@ -192,7 +198,7 @@ class Sm90Launch final : public KernelLaunch {
   const Params params_;
   const Shapes shapes_;
   const dim3 grid_;
-  const int threads_, shared_bytes_;
+  const int threads_, shared_bytes_, num_sms_;
 };
 
 }  // namespace
@@ -204,7 +210,9 @@ cudaError_t Load(const InstanceKey& key, const void* function) {
 cudaError_t Prepare(Device& device) {
   cudaError_t error = InitializeTensorMaps();
   for (const auto kernel : {ReduceTailKernel<__nv_bfloat16>, ReduceTailKernel<__half>}) {
-    if (error == cudaSuccess) error = jaxlowbit::Load(reinterpret_cast<const void*>(kernel));
+    if (error != cudaSuccess) break;
+    error = AllowSharedMemory(reinterpret_cast<const void*>(kernel),
+                              Sm90SharedBytes(1) - kReduceSharedBytes);
   }
   for (int ctas_per_sm : {1, 2}) {
     // Any kernel with this number of CTAs per SM gives the same answer.

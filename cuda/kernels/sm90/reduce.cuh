@@ -37,6 +37,9 @@ __device__ void StorePartial(const Params& p, int partial, const Accumulators<I>
 }
 
 inline constexpr int kReduceThreads = 128;
+inline constexpr int kMaxReduceCtas = 8;  // of a multiprocessor
+inline constexpr int kReduceSharedBytes =
+    8 * static_cast<int>(kAtom) * 2;  // static: 8 rows of a strip
 
 // Adds the partial sums of all parts, for a thread's four accumulators of a block.
 template <typename Sum>
@@ -80,7 +83,7 @@ template <typename T>
 __global__ void __launch_bounds__(kReduceThreads)
     ReduceTailKernel(const __grid_constant__ Params p, int strips, int tile_m) {
 #if __CUDA_ARCH__ == 900
-  __shared__ __align__(16) uint8_t shared[8 * kAtom * sizeof(T)];
+  __shared__ __align__(16) uint8_t shared[kReduceSharedBytes];
   LaunchDependents();
   const EpilogueParams& e = p.epilogue;
   const Batched<int> schedule = ScheduleOf(p);
