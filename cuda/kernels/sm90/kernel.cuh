@@ -80,6 +80,95 @@ __device__ Task NextTask(const Params& p, Memory memory, int number, int rank, i
 // Named barriers of a warpgroup and the producer's warp: the barriers in shared memory exist.
 inline constexpr int kStarted = 4;
 
+// The tasks of a CTA: `first`, `first` + `step` and so on, below `end`. `rank`: among the peers.
+struct Tasks {
+  int rank, first, step, end;
+};
+
+// The producer's warpgroup: one thread loads, and a warp for each warpgroup of consumers reads scales.
+template <class I>
+__device__ void Produce(const Params& p, Memory memory, const Tasks& own, int warp) {
+  // Starts before the consumers have arrived, unless peers load to their shared memory.
+  if (p.peer_shift > 0) {
+    WaitForArrivals();
+  } else if (!I::kRagged && warp == I::kWarps) {
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < I::kTile.warpgroups; ++i) ArriveForOthers(kStarted + i, 160);
+  }
+  if (warp == I::kWarps && IsElected()) {
+    const StageFiller<I> filler(p, own.rank, memory);
+    RingCursor cursor = {0, 0};
+    int ahead = p.ahead_stages > 0 && own.first < own.end
+                    ? filler.LoadAhead(TaskOf<I>(p, memory, own.first, own.rank))
+                    : 0;
+    WaitForPreviousKernels();
+    int tasks = 0;
+    for (int number = own.first; number < own.end; number += own.step, ++tasks) {
+      const Task task = TaskOf<I>(p, memory, number, own.rank);
+      if constexpr (I::kRagged) {
+        memory.StoreTile(tasks, task.tile);
+        filler.PrefetchScales(task.tile);
+      }
+      filler.Fill(task, ahead, cursor);
+      ahead = 0;
+    }
+  } else if (const int warpgroup = warp - I::kWarps - 1;
+             warpgroup >= 0 && warpgroup < I::kTile.warpgroups && DependsOnScales<I>(p)) {
+    for (int number = own.first + own.step; number < own.end; number += own.step) {
+      CheckScales<I>(p, TaskOf<I>(p, memory, number, own.rank), warpgroup);
+    }
+  }
+  __syncwarp();
+}
+
+// The consumers: products and results.
+template <class I>
+__device__ void Consume(const Params& p, Memory memory, const Tasks& own) {
+  using Multiplier = std::conditional_t<I::k8BitLhs, ByteMultiplier<I>, TileMultiplier<I>>;
+  const Multiplier multiplier(p, memory);
+  TileStorer<I> storer(p, memory);
+  RingCursor cursor = {0, 0};
+  int number = own.first, tasks = 0;
+  Task task;
+  bool fits = true;
+  if (!I::kRagged && number < own.end) {
+    task = TaskOf<I>(p, memory, number, own.rank);
+    fits = ScalesFit<I>(p, task);
+  }
+  if (p.peer_shift > 0) {
+    WaitForArrivals();
+  } else if (!I::kRagged) {
+    Synchronize(kStarted + static_cast<int>(threadIdx.x) / 128, 160);
+  }
+  WaitForPreviousKernels();
+  Accumulators<I> acc;
+  Factors<I> factors;
+  for (; number < own.end; number += own.step, ++tasks) {
+    if (I::kRagged || tasks > 0) {
+      task = NextTask<I>(p, memory, number, own.rank, tasks, cursor);
+    }
+    if (tasks > 0) {
+      fits = CheckedScalesFit<I>(p);
+    } else if (I::kRagged) {
+      fits = ScalesFit<I>(p, task);
+    }
+    if (task.partial < 0) storer.Begin(task.tile);
+    multiplier.Multiply(task, fits, acc, factors, cursor);
+    if (task.partial < 0) {
+      storer.Store(task.tile, acc, factors);
+    } else {
+      StorePartial<I>(p, task.partial, acc, factors);
+    }
+  }
+  if constexpr (I::kRagged) {
+    for (; number < memory.groups(p.plan).NumTiles(p.ragged); number += own.step) {
+      storer.StoreZeros(TaskOf<I>(p, memory, number, own.rank).tile);
+    }
+  }
+  storer.Finish();
+}
+
 template <class I>
 __global__ void __launch_bounds__(I::kThreads, I::kTile.ctas_per_sm)
     QmmSm90Kernel(const __grid_constant__ Params p) {
@@ -101,83 +190,13 @@ __global__ void __launch_bounds__(I::kThreads, I::kTile.ctas_per_sm)
     __syncthreads();
   }
   LaunchDependents();
-  const int rank = clustered ? ClusterRank() : 0;
-  const int cluster = blockIdx.x >> p.peer_shift, clusters = gridDim.x >> p.peer_shift;
-  const int num_tasks = NumTasks<I>(p, memory);
-  RingCursor cursor = {0, 0};
+  const Tasks own = {clustered ? ClusterRank() : 0, static_cast<int>(blockIdx.x >> p.peer_shift),
+                     static_cast<int>(gridDim.x >> p.peer_shift), NumTasks<I>(p, memory)};
   if (warp >= I::kWarps) {
-    // Starts before the consumers have arrived, unless peers load to their shared memory.
-    if (clustered) {
-      WaitForArrivals();
-    } else if (!I::kRagged && warp == I::kWarps) {
-      __syncwarp();
-#pragma unroll
-      for (int i = 0; i < I::kTile.warpgroups; ++i) ArriveForOthers(kStarted + i, 160);
-    }
-    if (warp == I::kWarps && IsElected()) {
-      const StageFiller<I> filler(p, rank, memory);
-      int ahead = p.ahead_stages > 0 && cluster < num_tasks
-                      ? filler.LoadAhead(TaskOf<I>(p, memory, cluster, rank))
-                      : 0;
-      WaitForPreviousKernels();
-      int tasks = 0;
-      for (int number = cluster; number < num_tasks; number += clusters, ++tasks) {
-        const Task task = TaskOf<I>(p, memory, number, rank);
-        if constexpr (I::kRagged) {
-          memory.StoreTile(tasks, task.tile);
-          filler.PrefetchScales(task.tile);
-        }
-        filler.Fill(task, ahead, cursor);
-        ahead = 0;
-      }
-    } else if (const int warpgroup = warp - I::kWarps - 1;
-               warpgroup >= 0 && warpgroup < I::kTile.warpgroups && DependsOnScales<I>(p)) {
-      for (int number = cluster + clusters; number < num_tasks; number += clusters) {
-        CheckScales<I>(p, TaskOf<I>(p, memory, number, rank), warpgroup);
-      }
-    }
-    __syncwarp();
+    Produce<I>(p, memory, own, warp);
   } else {
     if constexpr (I::kReallocatesRegisters) AcquireRegisters<I::kMultiplyRegisters>();
-    using Multiplier = std::conditional_t<I::k8BitLhs, ByteMultiplier<I>, TileMultiplier<I>>;
-    const Multiplier multiplier(p, memory);
-    TileStorer<I> storer(p, memory);
-    int number = cluster, tasks = 0;
-    Task task;
-    bool fits = true;
-    if (!I::kRagged && number < num_tasks) {
-      task = TaskOf<I>(p, memory, number, rank);
-      fits = ScalesFit<I>(p, task);
-    }
-    if (clustered) {
-      WaitForArrivals();
-    } else if (!I::kRagged) {
-      Synchronize(kStarted + static_cast<int>(threadIdx.x) / 128, 160);
-    }
-    WaitForPreviousKernels();
-    Accumulators<I> acc;
-    Factors<I> factors;
-    for (; number < num_tasks; number += clusters, ++tasks) {
-      if (I::kRagged || tasks > 0) task = NextTask<I>(p, memory, number, rank, tasks, cursor);
-      if (tasks > 0) {
-        fits = CheckedScalesFit<I>(p);
-      } else if (I::kRagged) {
-        fits = ScalesFit<I>(p, task);
-      }
-      if (task.partial < 0) storer.Begin(task.tile);
-      multiplier.Multiply(task, fits, acc, factors, cursor);
-      if (task.partial < 0) {
-        storer.Store(task.tile, acc, factors);
-      } else {
-        StorePartial<I>(p, task.partial, acc, factors);
-      }
-    }
-    if constexpr (I::kRagged) {
-      for (; number < memory.groups(p.plan).NumTiles(p.ragged); number += clusters) {
-        storer.StoreZeros(TaskOf<I>(p, memory, number, rank).tile);
-      }
-    }
-    storer.Finish();
+    Consume<I>(p, memory, own);
   }
   if (clustered) {  // peers must not exit while others may still signal their barriers
     ReleaseToCluster();

@@ -8,9 +8,9 @@
 //   Micro rows: groups of MXFP4, MXFP8 or NVFP4. The lanes of a row load the scales of a stage once.
 //   Group rows: all other cases. Scales are loaded for every atom or every step.
 //
-// Some loops support only some scales. A warpgroup reads those of its first task before it waits for the barriers, so
-// that they do not queue behind the stages. A warp beside the producer reads those of later tasks while the warpgroup
-// multiplies.
+// Some loops support only some scales. A warpgroup reads the scales of its first task before it waits for the barriers:
+// later, they would queue behind the stages. An idle warp of the producer's warpgroup reads the scales of later tasks
+// while the warpgroup multiplies.
 #pragma once
 
 #include <type_traits>
@@ -61,6 +61,7 @@ struct Loops {
   using ChannelRows = typename Rows::Channel;
   // MicroRows contain the scales of all groups of a stage, a number known at compile time.
   static constexpr int kMicroGroups = I::kM <= kMaxMicroscaledRows ? Rows::kMicroGroups : 0;
+  static_assert(kMicroGroups != 1, "DependsOnScales distinguishes micro groups from long ones");
   template <int kGroups, class Fused>
   struct MicroRowsOf {
     using type = GroupedRowPair<Fused, S, kGroups * I::kStageAtoms>;
@@ -92,8 +93,8 @@ struct Loops {
     return (kChecksLong && HasLongGroups(p)) || (kChecksMicro && HasMicroGroups(p));
   }
 
-  // Whether LongRows or MicroRows support the scales of a warpgroup's part of a task, of those that one of `threads`
-  // threads reads.
+  // Thread `thread` of `threads` reads its share of the scales of a warpgroup's part of a task. Whether LongRows or
+  // MicroRows support them.
   static __device__ bool Support(const Params& p, const Task& task, int warpgroup, int thread,
                                  int threads) {
     if constexpr (kChecksLong) {
