@@ -123,7 +123,7 @@ def _is_own(found: Any) -> bool:
 
 
 def _own_parts(leaf: Any, sharding: Any) -> Any:
-    """An array on the devices of `sharding`, of which this process fills its own."""
+    """Puts an array on the devices of `sharding`. Each process fills the parts of its devices."""
     if _is_own(sharding) or not _is_own(leaf):
         return jax.device_put(leaf, sharding)
     # `device_put` would gather the array from all processes, to compare it.

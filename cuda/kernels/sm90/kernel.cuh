@@ -77,9 +77,6 @@ __device__ Task NextTask(const Params& p, Memory memory, int number, int rank, i
   }
 }
 
-// Named barriers of a warpgroup and the producer's warp: the barriers in shared memory exist.
-inline constexpr int kStarted = 4;
-
 // The tasks of a CTA: `first`, `first` + `step` and so on, below `end`. `rank`: among the peers.
 struct Tasks {
   int rank, first, step, end;
@@ -94,7 +91,8 @@ __device__ void Produce(const Params& p, Memory memory, const Tasks& own, int wa
   } else if (!I::kRagged && warp == I::kWarps) {
     __syncwarp();
 #pragma unroll
-    for (int i = 0; i < I::kTile.warpgroups; ++i) ArriveForOthers(kStarted + i, 160);
+    for (int i = 0; i < I::kTile.warpgroups; ++i)
+      ArriveForOthers(kStartBarrier + i, kWarpgroupAndWarp);
   }
   if (warp == I::kWarps && IsElected()) {
     const StageFiller<I> filler(p, own.rank, memory);
@@ -139,7 +137,7 @@ __device__ void Consume(const Params& p, Memory memory, const Tasks& own) {
   if (p.peer_shift > 0) {
     WaitForArrivals();
   } else if (!I::kRagged) {
-    Synchronize(kStarted + static_cast<int>(threadIdx.x) / 128, 160);
+    Synchronize(kStartBarrier + static_cast<int>(threadIdx.x) / 128, kWarpgroupAndWarp);
   }
   WaitForPreviousKernels();
   Accumulators<I> acc;

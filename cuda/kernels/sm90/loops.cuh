@@ -137,9 +137,6 @@ struct Loops {
   }
 };
 
-// Named barriers: of a warpgroup, and of a warpgroup and the warp that reads its scales.
-inline constexpr int kWarpgroupBarrier = 1, kScalesBarrier = 8;
-
 // Whether the loop of a task depends on the values of its scales.
 template <class I>
 __device__ bool DependsOnScales(const Params& p) {
@@ -167,7 +164,8 @@ template <class I>
 __device__ void CheckScales(const Params& p, const Task& task, int warpgroup) {
   if constexpr (!I::k8BitLhs) {
     const int lane = threadIdx.x % 32;
-    AllOf(kScalesBarrier + warpgroup, 160, Loops<I>::Support(p, task, warpgroup, lane, 32));
+    AllOf(kScalesBarrier + warpgroup, kWarpgroupAndWarp,
+          Loops<I>::Support(p, task, warpgroup, lane, 32));
   }
 }
 
@@ -175,7 +173,7 @@ __device__ void CheckScales(const Params& p, const Task& task, int warpgroup) {
 template <class I>
 __device__ bool CheckedScalesFit(const Params& p) {
   if (!DependsOnScales<I>(p)) return true;
-  return AllOf(kScalesBarrier + static_cast<int>(threadIdx.x) / 128, 160, true);
+  return AllOf(kScalesBarrier + static_cast<int>(threadIdx.x) / 128, kWarpgroupAndWarp, true);
 }
 
 }  // namespace jaxlowbit::sm90

@@ -72,6 +72,12 @@ struct RaggedInstance : Dense {
   static constexpr bool kRagged = true;
 };
 
+// Named barriers, the first of each kind: of a warpgroup; of both warpgroups of a gated tile, which has no third one; of
+// a warpgroup and the producer's warp, at the start; of a warpgroup and the warp that reads its scales.
+inline constexpr int kWarpgroupBarrier = 1, kExchangeBarrier = 3, kStartBarrier = 4,
+                     kScalesBarrier = 8;
+inline constexpr int kWarpgroupAndWarp = 128 + 32;  // threads of the last two
+
 // Code path of the epilogue.
 enum class Form {
   // In registers, stored by TMA: no activation; with or without a bias and a residual that TMA loads

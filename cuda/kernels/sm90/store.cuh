@@ -115,8 +115,6 @@ class TileStorer {
   static constexpr int kStoreTiles = kHalves / 2;  // of a strip
   static constexpr int kGatedRows = GatedStoreRows(I::kTile);
   static constexpr int kUnroll = kHalfBlocks % 2 == 0 ? 2 : 1;  // blocks per epilogue iteration
-  // Named barriers of both warpgroups: up is in the buffers; exchange of accumulators.
-  static constexpr int kUpReady = 3, kExchange = 3;
 
   __device__ bool Gated() const { return kSupportsGated && p_.epilogue.gated; }
   __device__ auto Schedule() const {
@@ -235,7 +233,7 @@ class TileStorer {
       Arrive(memory_.exchange());
       Wait(memory_.exchange(), exchanges_++ % 2);
     } else {
-      Synchronize(kExchange, 256);
+      Synchronize(kExchangeBarrier, 256);
     }
   }
 
@@ -247,7 +245,7 @@ class TileStorer {
       if (buffer == 0 && sent_ > 0) Wait(memory_.up_empty(), (sent_ - 1) % 2);
       StoreAccumulators(half, Buffer(1, buffer), acc);
       if (buffer == kStoreBuffers - 1 || half == kHalves - 1) {
-        ArriveForOthers(kUpReady, 256);
+        ArriveForOthers(kExchangeBarrier, 256);
         ++sent_;
       }
     }
@@ -273,11 +271,11 @@ class TileStorer {
           up_is_remote ? Buffer(1, in_strip % kStoreBuffers) : first + kBufferBytes;
       StoreAccumulators(half, first, acc);
       if (!kUpIsRemote && Gated()) StoreAccumulators(half + kHalves, second, acc);
-      if (up_is_remote && in_strip % kStoreBuffers == 0) Synchronize(kUpReady, 256);
+      if (up_is_remote && in_strip % kStoreBuffers == 0) Synchronize(kExchangeBarrier, 256);
       const int row = in_strip % 2 * kHalfRows;  // in the store tile
       if (p_.aligned && row == 0) {
         if (threadIdx.x % 128 == 0) WaitStoresRead<kResultBuffers - 1>();
-        Synchronize(1 + warpgroup, 128);
+        Synchronize(kWarpgroupBarrier + warpgroup, 128);
       }
 #pragma unroll 1
       for (int block = 0; block < kHalfBlocks; block += kUnroll) {
@@ -344,7 +342,7 @@ class TileStorer {
   template <int kRows = I::kStoreRows>
   __device__ void EndStoreTile(int strip, int m0, int batch, uint32_t buffer) {
     PublishShared();
-    Synchronize(1 + threadIdx.x / 128, 128);
+    Synchronize(kWarpgroupBarrier + threadIdx.x / 128, 128);
     if constexpr (I::kRagged) {
       if (m0 + kRows > end_) {
         StorePart<kRows>(strip, m0, buffer);
@@ -420,7 +418,7 @@ class TileStorer {
       return Buffer(warpgroup, buffer);
     }
     if (threadIdx.x % 128 == 0) WaitStoresRead<kStoreBuffers - 1>();
-    Synchronize(1 + warpgroup, 128);
+    Synchronize(kWarpgroupBarrier + warpgroup, 128);
     return Buffer(warpgroup, buffer_);
   }
 
@@ -484,7 +482,7 @@ class TileStorer {
         others[block * 4 + 2] = __uint_as_float(four.z);
         others[block * 4 + 3] = __uint_as_float(four.w);
       }
-      Synchronize(1 + kWarpgroup, 128);
+      Synchronize(kWarpgroupBarrier + kWarpgroup, 128);
 #pragma unroll
       for (int m0 = 0; m0 < kStoreTileRows; m0 += 16) {
         const float* own = acc[0] + (kOwn * 8 + store_tile * kStoreTileRows + m0) / 2;
