@@ -292,6 +292,17 @@ std::string PlanProducts(std::vector<PlannedProduct> products, const Target& tar
   return Planner(target, room, ways, steps).Run(std::move(products));
 }
 
+bool CanHoldNext(const PlannedStep& step) {
+  return step.kind == Kind::kMultiply && step.choice.kernel == Kernel::kQmmSm90Stream &&
+         !step.problem.is_ragged();
+}
+
+bool CanSend(const PlannedStep& step) {
+  const QuantizedMatmul& p = step.problem;
+  return CanHoldNext(step) && step.products.size() == 1 && p.batch == 1 && !p.epilogue.gated &&
+         p.out == ElementType::kF32;
+}
+
 std::vector<PlannedStep> PlanChoice(const PlannedProduct& product, const Choice& choice,
                                     const Device& device, Ways* ways) {
   std::vector<PlannedStep> steps;

@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "cuda/device/inboxes.h"
 #include "cuda/gpu.h"
 #include "cuda/select/choice.h"
 #include "cuda/select/tuned.h"
@@ -33,6 +34,10 @@ struct PlannedStep {
   Choice choice = {};
   std::vector<PlannedProduct> products = {};
   bool out_aligned = false, residual_aligned = false;  // only for choices of qmm_sm90
+  // With problem.divided: whether the next kernel starts after the previous one has ended, and inboxes of several devices,
+  // to which the result is sent instead of being written.
+  bool holds_next = false;
+  Inboxes inboxes = {};
 
   Address from = {}, to = {};
   int64_t bytes = 0;
@@ -65,6 +70,10 @@ struct Target {
 // Returns "" or the reason why these pointers are not possible.
 std::string PlanProducts(std::vector<PlannedProduct> products, const Target& target, Room room,
                          Ways* ways, std::vector<PlannedStep>* steps);
+
+// Whether a step's kernel has a divided instance, and whether that can send its result.
+bool CanHoldNext(const PlannedStep& step);
+bool CanSend(const PlannedStep& step);
 
 // The steps of one product by an explicit choice, within the limits of a launch. Its operands must be aligned as the
 // problem says, and its result must not overlap them.

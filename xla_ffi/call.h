@@ -122,4 +122,8 @@ class Call {
   ffi::RemainingRets rets_;
 };
 
+// Places of the buffers that a step reads, and of those it writes; none for attention.
+std::vector<int64_t> PlacesRead(const Call& call, const Step& step);
+std::vector<int64_t> PlacesWritten(const Call& call, const Step& step);
+
 }  // namespace jaxlowbit

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "cuda/kernels/loaded.h"
 #include "cuda/limits.h"
 #include "cuda/ops/attend.h"
 #include "cuda/ops/exchange.h"
@@ -17,55 +18,6 @@
 
 namespace jaxlowbit {
 namespace {
-
-std::vector<int64_t> PlacesRead(const Call& call, const Step& step) {
-  std::vector<int64_t> places;
-  switch (step.kind) {
-    case StepKind::kMultiply:
-      for (int64_t i = step.first; i < step.first + step.count; ++i) {
-        const Places& at = call.products[i].places;
-        for (int64_t place :
-             {at.lhs, at.packed, at.scale, at.zero, at.unit, at.index, at.group_sizes,
-              at.group_offset, at.permutation, at.bias, at.residual, at.lhs_scale}) {
-          if (place != 0) places.push_back(place);
-        }
-      }
-      break;
-    case StepKind::kRound:
-    case StepKind::kNormalize:
-    case StepKind::kRoute:
-      for (int64_t place : {step.x, step.addend, step.scales}) {
-        if (place != 0) places.push_back(place);
-      }
-      break;
-    case StepKind::kGroup:
-    case StepKind::kCombine:
-      for (int64_t place : {step.x, step.expert, step.offset, step.scales}) {
-        if (place != 0) places.push_back(place);
-      }
-      if (step.kind == StepKind::kCombine) places.push_back(step.place);
-      break;
-    case StepKind::kAttend:  // checks its own buffers
-      break;
-  }
-  return places;
-}
-
-std::vector<int64_t> PlacesWritten(const Call& call, const Step& step) {
-  std::vector<int64_t> places;
-  if (step.kind == StepKind::kAttend) return places;
-  if (step.kind != StepKind::kMultiply) {
-    places = {step.total, step.out, step.out_scale, step.sizes};
-    if (step.kind == StepKind::kGroup) places.push_back(step.place);
-    if (step.kind == StepKind::kRoute) places.push_back(step.expert);
-  } else {
-    for (int64_t i = step.first; i < step.first + step.count; ++i) {
-      places.push_back(call.products[i].places.out);
-    }
-  }
-  places.erase(std::remove(places.begin(), places.end(), 0), places.end());
-  return places;
-}
 
 class RoundStep final : public LoadedStep {
  public:
@@ -155,7 +107,8 @@ class Sequence {
         target_(target),
         ways_(*ways),
         loaded_(*loaded),
-        started_(call->attributes.Find<bool>("follows").value_or(false)) {}
+        settled_(!call->attributes.Find<bool>("follows").value_or(false)),
+        started_(!settled_) {}
 
   ffi::Error Run() {
     ffi::Error error = FindWorkspace();
@@ -485,7 +438,47 @@ class Sequence {
     const std::string what = Describe(products[0].problem, ordinal(), products.size() - 1);
     const std::string error = PlanProducts(std::move(products), target_, room_, &ways_, &plan);
     if (!error.empty()) return InvalidArgument(error);
+    Divide(step, &plan);
     return Load(plan, "launching ", what);
+  }
+
+  // Before an exchange, lets a product hold the next kernel until the last exchange has ended; and send its result, if the
+  // next step adds it over devices and writes nothing that the product reads (ops/exchange.cuh).
+  void Divide(const Step& step, std::vector<PlannedStep>* plan) {
+    sent_ = 0;
+    const Step* const next = &step + 1;
+    const Step* const end = call_.steps.data() + call_.steps.size();
+    const auto adds = [](const Step& later) { return later.kind == StepKind::kNormalize; };
+    if (exchange_.parts == 1 || std::none_of(next, end, adds) || !CanDivide(*plan)) return;
+    PlannedStep& product = plan->front();
+    const int64_t out = call_.products[step.first].places.out;
+    const bool sends =
+        CanSend(product) && adds(*next) && next->addend == out && IsApart(step, *next);
+    if (settled_ && !sends) return;
+    product.problem.divided = true;
+    product.holds_next = !std::exchange(settled_, true);
+    if (!sends) return;
+    product.inboxes = exchange_;
+    sent_ = out;
+  }
+
+  // Whether the plan is one launch that has a divided instance.
+  bool CanDivide(const std::vector<PlannedStep>& plan) const {
+    if (plan.size() != 1 || !CanHoldNext(plan[0])) return false;
+    QuantizedMatmul divided = plan[0].problem;
+    divided.divided = true;
+    return IsAheadOfTime(KeyOf(divided, plan[0].choice, *target_.device)) ||
+           target_.device->can_compile();
+  }
+
+  // Whether a step writes nothing that the step before reads.
+  bool IsApart(const Step& before, const Step& step) {
+    for (int64_t written : PlacesWritten(call_, step)) {
+      for (int64_t read : PlacesRead(call_, before)) {
+        if (ways_.Overlap(ExtentAt(written), ExtentAt(read))) return false;
+      }
+    }
+    return true;
   }
 
   void Add(std::unique_ptr<const LoadedStep> step, const std::string& what) {
@@ -552,7 +545,9 @@ class Sequence {
                     nullptr,
                     nullptr,
                     epsilon_,
-                    exchange_};
+                    exchange_,
+                    step.addend != 0 && step.addend == sent_};
+    settled_ = false;
     if (step.out_scale != 0) {
       norm.out_type = call_.At(step.out).element_type() == ffi::DataType::S8 ? ElementType::kInt8
                                                                              : ElementType::kE4m3;
@@ -620,6 +615,8 @@ class Sequence {
     Attend attend;
     ffi::Error error = DecodeAttend(buffers, &call_.attributes, &attend);
     attend.pdl = follows;
+    attend.holds_next = follows && exchange_.parts > 1;
+    settled_ = true;
     if (error.success()) error = call_.attributes.Missing();
     if (error.success() && Is8Bit(attend.cache)) error = CheckByteCache();
     const int results = static_cast<int>(call_.args().size());
@@ -640,6 +637,8 @@ class Sequence {
   LoadedCall& loaded_;
   Room room_;
   Exchange exchange_;
+  int64_t sent_ = 0;  // place of the last product's result, if it is sent to devices
+  bool settled_;      // the next kernel starts after the last exchange has ended
   float epsilon_ = 0;
   bool started_;                  // a kernel of the handler has been launched
   const Step* listed_ = nullptr;  // a grouping of choices that no kernel computes
@@ -652,48 +651,6 @@ class Sequence {
 ffi::Error PlanCall(Call* call, const Target& target, Ways* ways, LoadedCall* loaded) {
   const ffi::Error error = call->Decode();
   return error.failure() ? error : Sequence(call, target, ways, loaded).Run();
-}
-
-std::vector<PlannedStep> PlanAttributes(const std::vector<Product>& products,
-                                        const std::vector<Step>& steps, const Target& target) {
-  std::vector<PlannedStep> plan;
-  std::vector<PlannedProduct> located;
-  for (const Product& product : products) {
-    located.push_back({product.problem, {}});
-    Addresses& b = located.back().buffers;
-    b.codebook = product.codebook;
-    // Any distinct numbers.
-    const auto address = [](int64_t place) {
-      return Address{static_cast<int>(place == 0 ? -1 : place > 0 ? 2 * place : -2 * place + 1), 0};
-    };
-#define JAXLOWBIT_PLACE(name) b.name = address(product.places.name);
-#include "xla_ffi/call.def"
-  }
-  const Address workspace = {0, 0};
-  for (const Step& step : steps) {
-    if (step.kind == StepKind::kRound && products[step.first].problem.apply_lhs_scale &&
-        step.scales == 0) {
-      located[step.first].problem.rounding = RoundingTo(step.to);
-    }
-    const auto first = located.begin() + step.first;
-    if (step.kind == StepKind::kGroup) {
-      std::vector<QuantizedMatmul> problems;
-      for (auto i = first; i != first + step.count; ++i) problems.push_back(i->problem);
-      if (!PrefersList(problems, *target.device)) continue;
-      for (auto i = first; i != first + step.count; ++i) i->problem.listed_per_row = 1;
-    }
-    if (step.kind != StepKind::kMultiply) continue;
-    std::vector<PlannedProduct> together(first, first + step.count);
-    for (PlannedProduct& product : together) {
-      QuantizedMatmul& p = product.problem;
-      if (p.batch < 1 || p.m < 1 || p.num_weights < 1) return plan;
-      p.pdl = &step != &steps.front() && p.rounding == Rounding::kNone;
-      if (!Supports(p, *target.device)) return plan;
-    }
-    Ways typical(nullptr);
-    PlanProducts(std::move(together), target, {workspace, kMaxWorkspaceBytes}, &typical, &plan);
-  }
-  return plan;
 }
 
 }  // namespace jaxlowbit

@@ -27,7 +27,9 @@ struct LoadedCall {
 ffi::Error PlanCall(Call* call, const Target& target, Ways* ways, LoadedCall* loaded);
 
 // The products of a call, planned from its attributes only, for instances to compile early; none if sizes are symbolic.
+// `divided`: several devices run the call. (cuda_attributes.cc)
 std::vector<PlannedStep> PlanAttributes(const std::vector<Product>& products,
-                                        const std::vector<Step>& steps, const Target& target);
+                                        const std::vector<Step>& steps, bool divided,
+                                        const Target& target);
 
 }  // namespace jaxlowbit

@@ -98,11 +98,12 @@ ffi::Error Run(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets 
 }
 
 // Whether these numbers have not been seen before. Programs repeat the same calls, which need one compilation.
-bool IsNew(ffi::Span<const int64_t> products, ffi::Span<const int64_t> steps) {
+bool IsNew(ffi::Span<const int64_t> products, ffi::Span<const int64_t> steps, bool divided) {
   static std::mutex mutex;
   static auto& seen = *new std::set<std::vector<int64_t>>;
   std::vector<int64_t> numbers(products.begin(), products.end());
   numbers.insert(numbers.end(), steps.begin(), steps.end());
+  numbers.push_back(divided);
   const std::lock_guard<std::mutex> lock(mutex);
   return seen.size() >= kMaxCalls || seen.insert(std::move(numbers)).second;
 }
@@ -111,14 +112,16 @@ ffi::Error StartCompilingProducts(RawAttributes raw) {
   Attributes attributes(ffi::Dictionary(raw.attrs));
   using Integers = ffi::Span<const int64_t>;
   const auto records = attributes.Find<Integers>("products").value_or(Integers());
-  if (!IsNew(records, attributes.Find<Integers>("steps").value_or(Integers()))) {
+  const bool divided = attributes.Find<Integers>("devices").value_or(Integers()).size() > 1;
+  if (!IsNew(records, attributes.Find<Integers>("steps").value_or(Integers()), divided)) {
     return ffi::Error::Success();
   }
   std::vector<Product> products;
   std::vector<Step> steps;
   const ffi::Error error = attributes.Decode(&products, &steps);
   if (error.failure()) return error;
-  StartCompiling([&](const Target& target) { return PlanAttributes(products, steps, target); });
+  StartCompiling(
+      [&](const Target& target) { return PlanAttributes(products, steps, divided, target); });
   return error;
 }
 

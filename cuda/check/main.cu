@@ -11,8 +11,8 @@
 //   driver placed           times products with overlapping or unaligned buffers
 //   driver attend [STRIDE]  checks and times attention; with STRIDE, only checks every STRIDE-th case
 //   driver experts [STRIDE] the same for the kernels around products of experts
-//   driver exchange [GPUS]  checks and times the addition of rows over 2 up to all GPUs; with GPUS, only checks it
-//                           over up to GPUS
+//   driver exchange [GPUS]  checks and times the addition of rows over 2 up to all GPUs, and checks products that send
+//                           their results; with GPUS, only checks, over up to GPUS
 //   driver sweep            checks real layer shapes with every m of the sweep
 //   driver time [options]   checks a sample of the result, then prints microseconds per call with cold
 //                           weights, in a CUDA graph:
@@ -53,6 +53,7 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/check/check_sending.h"
 #include "cuda/check/correct.h"
 #include "cuda/check/device_problem.h"
 #include "cuda/check/placed_problem.h"
@@ -613,9 +614,12 @@ int Main(int argc, char** argv) {
   }
   if (command == "exchange") {
     const int most = argc > 2 ? std::atoi(argv[2]) : kMaxExchangeParts;
-    const auto [correct, wrong] = CheckExchange(most);
+    auto [correct, wrong] = CheckExchange(most);
+    const auto [sent, not_sent] = CheckSending();
+    correct += sent, wrong += not_sent;
     std::printf("%d passed, %d failed\n", correct, wrong);
-    if (wrong == 0 && argc == 2) TimeExchange(most);
+    if (wrong == 0 && argc == 2) TimeExchange(most), TimeSending();
+    jit::Finish();
     return wrong == 0 ? 0 : 1;
   }
   if (command == "ragged") {

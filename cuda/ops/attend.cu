@@ -169,6 +169,7 @@ cudaError_t LaunchAttend(const Attend& attend, void* workspace, int64_t workspac
       attend.window == 0 ? kMaxDistance : std::min(attend.window - 1, kMaxDistance));
   params.scale = attend.scale * attend::kLog2E;
   params.pdl = attend.pdl && device.compute_capability >= 90;
+  params.holds_next = params.pdl && attend.holds_next;
   params.aligned = IsAligned(attend.keys) && IsAligned(attend.values);
   const Variant variant = Find(attend);
   const int64_t units = CeilDiv(attend.reach, kUnit), workers = splits * variant.warps;

@@ -519,7 +519,7 @@ template <typename T, typename C, int kSize, bool kWide>
 __device__ void AttendCta(const Params& p) {
   using S = Shape<C, kSize>;
   extern __shared__ __align__(128) uint8_t ring[];
-  LaunchDependents();
+  if (!p.holds_next) LaunchDependents();
   const CacheCopier<C, kSize> cache(p, ring);
   const int slot = *p.slot;
   const int worker = Warp() * p.splits + Split();
@@ -538,6 +538,7 @@ __device__ void AttendCta(const Params& p) {
     if (units.count() > 0) units.Look();
     copies.Fill();
     WaitForPreviousKernels();
+    if (p.holds_next) LaunchDependents();
   }
 
   rows.Put(units, !p.pdl);

@@ -71,6 +71,7 @@ struct Attend {
   // Whether the first kernel may start while previous kernels run (PDL). They must not write slot, position, positions,
   // cos, sin, sinks, keys, values or scales.
   bool pdl = false;
+  bool holds_next = false;  // with pdl: the next kernel starts after the previous one has ended
 
   int64_t shared() const { return heads / kv_heads; }
 };

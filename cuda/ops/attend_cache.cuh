@@ -82,6 +82,7 @@ struct Params {
   bool neighbours;  // pairs of the rotation
   bool aligned;     // keys and values of the cache begin at multiples of 16 bytes
   bool pdl;         // as in Attend
+  bool holds_next;  // likewise
 };
 
 __device__ inline int Warp() { return threadIdx.x / 32; }

@@ -164,8 +164,9 @@ cudaError_t FindExchange(const std::vector<int>& devices, int device, int64_t co
   exchange->parts = static_cast<int>(devices.size());
   exchange->rank = static_cast<int>(own - devices.begin());
   exchange->row_pieces = group->row_pieces;
+  exchange->rounds = group->states[exchange->rank]->rounds[0];
   std::copy(group->states.begin(), group->states.end(), exchange->states);
-  std::copy(group->inboxes.begin(), group->inboxes.end(), exchange->inboxes);
+  std::copy(group->inboxes.begin(), group->inboxes.end(), exchange->of);
   exchange->failure = group->failure;
   return cudaSuccess;
 }

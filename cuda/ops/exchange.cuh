@@ -2,44 +2,42 @@
 //
 // One-step all-reduce of rows over the devices of a group, which run the same kernels in the same order.
 //
-// A warp sends its columns of a row to the inboxes of all peers, then polls the same columns in its own inbox. A float is
-// its own flag: an inbox is filled with kNotThere, a NaN that is never sent. So nothing but the atomicity of 4-byte
-// elements is assumed, no fence is needed, and each float crosses the link once. The receiver refills an element after reading it.
+// Columns of a row are sent to the inboxes of all peers, either by the warp that then polls the same columns in its own
+// inbox, or by the product (kernels/sm90_stream/reduce.cuh). A float is its own flag: an inbox is filled with kNotThere,
+// a NaN that is never sent. So nothing but the atomicity of 4-byte elements is assumed, no fence is needed, and each
+// float crosses the link once. The receiver refills an element after reading it.
 //
 // Inboxes have two halves for odd and even rounds. A device sends round r + 2 of a row only after it has received all
 // of round r + 1 from a peer. The peer's kernel of round r has ended by then, so it has read and refilled the half.
 //
-// A warp's piece is 16 bytes a lane, 512 contiguous bytes, so packets on the link are full.
+// A product that sends writes its own inbox too, and the receiver does not wait for its end, which took as long as if the
+// receiver had sent the row (docs/measurements/decode_step.md). Whatever else the receiver reads must have been written
+// before it starts, so a kernel since the last exchange holds the next one until that exchange has ended
+// (PlannedStep::holds_next).
+//
+// Lanes store and load neighbouring pieces, so that packets on the link are full, and exchange them by shuffles.
 //
 // A wait ends after Exchange::patience: the device marks the group as stopped, and results are NaN from then on.
 #pragma once
 
 #include <cstdint>
 
+#include "cuda/device/inbox.cuh"
+#include "cuda/device/pdl.cuh"
 #include "cuda/ops/exchange.h"
 
 namespace jaxlowbit {
 
 inline constexpr int kExchangeColumns = 8;       // of a lane: two pieces
-inline constexpr uint32_t kNotThere = ~0u;       // bits of a float that has not arrived
 inline constexpr int kPollsBetweenChecks = 256;  // of the time
-// Peers whose pieces are loaded before the first is tested.
-#if __CUDA_ARCH__ >= 900
-inline constexpr int kMaxPeersAtOnce = 3;
+// Whether products may send, and devices whose pieces are loaded before the first is tested.
+#if __CUDA_ARCH__ == 900
+inline constexpr bool kProductsSend = true;
+inline constexpr int kMaxAtOnce = 2;
 #else
-inline constexpr int kMaxPeersAtOnce = 1;  // a thread of 1024 has 64 registers
+inline constexpr bool kProductsSend = false;
+inline constexpr int kMaxAtOnce = 1;  // registers do not suffice for more
 #endif
-
-// First piece of eight columns from rank `from`; the second is 32 later.
-__device__ inline int InboxPlace(const Exchange& e, int row, uint32_t round, int from, int vector) {
-  return ((row * 2 + round % 2) * e.parts + from) * e.row_pieces + vector / 32 * 64 + vector % 32;
-}
-
-__device__ inline void StoreToSystem(uint4* place, uint4 piece) {
-  asm volatile("st.relaxed.sys.global.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"l"(place), "r"(piece.x),
-               "r"(piece.y), "r"(piece.z), "r"(piece.w)
-               : "memory");
-}
 
 __device__ inline uint4 LoadFromSystem(const uint4* place) {
   uint4 piece;
@@ -58,11 +56,6 @@ __device__ inline uint32_t LoadFromSystem(const uint32_t* word) {
 
 __device__ inline void StoreToSystem(uint32_t* word, uint32_t value) {
   asm volatile("st.relaxed.sys.global.b32 [%0], %1;\n" ::"l"(word), "r"(value) : "memory");
-}
-
-// The bits of a float to send.
-__device__ inline uint32_t BitsToSend(float value) {
-  return min(__float_as_uint(value), kNotThere - 1);
 }
 
 __device__ inline uint32_t Largest(uint4 piece) {
@@ -103,45 +96,47 @@ __device__ inline void StopGroup(const Exchange& e, int from) {
   for (int i = 0; i < e.parts; ++i) StoreToSystem(&e.states[i]->stopped, 1u);
 }
 
-// A lane's share of the exchange of one row. All lanes of a warp construct it together. `warp`: the warp's number in the
-// row.
+// The exchanges of a row so far, counted by a warp.
+__device__ inline uint32_t* RoundsOf(const Exchange& e, int row, int warp) {
+  return &e.rounds[row * kMaxExchangeWarps + warp];
+}
+
+// A lane's share of the exchange of one row. All lanes of a warp call each function together.
 class RowExchange {
  public:
-  __device__ RowExchange(const Exchange& e, int row, int warp) : e_(e), row_(row) {
-    ExchangeState& state = *e.states[e.rank];
-    uint32_t* count = &state.rounds[row][warp];
-    stopped_ = LoadFromSystem(&state.stopped) != 0;
-    round_ = *count + 1;
-    __syncwarp();  // all lanes have read the count
-    if (threadIdx.x % 32 == 0) *count = round_;
+  // `round`: the count of the warp, plus 1. `sent`: the product before sends its result to all devices, this one included.
+  __device__ RowExchange(const Exchange& e, int row, uint32_t round, bool sent)
+      : e_(e), row_(row), round_(round), sent_(kProductsSend && sent) {
+    stopped_ = LoadFromSystem(&e.states[e.rank]->stopped) != 0;
   }
 
-  // Sends eight consecutive columns to all other devices.
-  __device__ void Send(int vector, const float (&values)[kExchangeColumns]) const {
-    if (stopped_) return;
-    uint4 pieces[2];
+  // Sends eight consecutive columns of each lane to all other devices, if the row has that vector.
+  __device__ void Send(int vector, int vectors, const float (&values)[kExchangeColumns]) const {
+    if (__any_sync(~0u, stopped_)) return;
+    const int place = InboxRow(e_, row_, round_, e_.rank), lane = threadIdx.x % 32;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      pieces[i] = {BitsToSend(values[4 * i]), BitsToSend(values[4 * i + 1]),
-                   BitsToSend(values[4 * i + 2]), BitsToSend(values[4 * i + 3])};
-    }
-    const int place = InboxPlace(e_, row_, round_, e_.rank, vector);
+    for (int i = 0; i < 2; ++i) {  // 512 contiguous bytes
+      const int from = 16 * i + lane / 2;
+      uint32_t words[kPieceColumns];
 #pragma unroll
-    for (int i = 1; i < kMaxExchangeParts; ++i) {
-      if (i >= e_.parts) break;
-      const int to = e_.rank + i < e_.parts ? e_.rank + i : e_.rank + i - e_.parts;
-      StoreToSystem(e_.inboxes[to] + place, pieces[0]);
-      StoreToSystem(e_.inboxes[to] + place + 32, pieces[1]);
+      for (int j = 0; j < kPieceColumns; ++j) {
+        const float low = __shfl_sync(~0u, values[j], from);
+        const float high = __shfl_sync(~0u, values[kPieceColumns + j], from);
+        words[j] = BitsToSend(lane % 2 == 0 ? low : high);
+      }
+      const int sent = vector - lane + from;
+      if (sent >= vectors) continue;
+      SendPiece(e_, place + 2 * sent + lane % 2, {words[0], words[1], words[2], words[3]});
     }
   }
 
-  // Replaces eight columns by their sums over all devices, in rank order, so that all devices get the same bits; by NaN
-  // if the group has stopped.
-  __device__ void Add(int vector, float (&values)[kExchangeColumns]) const {
+  // Replaces eight columns, which are unspecified if they were sent, by their sums over all devices, in rank order, so
+  // that all devices get the same bits; by NaN if the group has stopped.
+  __device__ void Add(int vector, int vectors, float (&values)[kExchangeColumns]) const {
     float sums[kExchangeColumns] = {};
-    const bool complete =
-        !stopped_ && (e_.parts == 2 ? AddAll<1>(vector, values, sums)
-                                    : AddAll<kMaxPeersAtOnce>(vector, values, sums));
+    const bool complete = !__any_sync(~0u, stopped_) &&
+                          (senders() == 1 ? AddAll<1>(vector, vectors, values, sums)
+                                          : AddAll<kMaxAtOnce>(vector, vectors, values, sums));
 #pragma unroll
     for (int i = 0; i < kExchangeColumns; ++i) {
       values[i] = complete ? sums[i] : __uint_as_float(0x7fffffff);
@@ -149,49 +144,74 @@ class RowExchange {
   }
 
  private:
-  // Peers are numbered by rank without this device.
-  __device__ int peers() const { return e_.parts - 1; }
-  __device__ int RankOf(int peer) const { return peer < e_.rank ? peer : peer + 1; }
+  // Senders are numbered by rank, without this device unless the product sends.
+  __device__ int senders() const { return e_.parts - !sent_; }
+  __device__ int RankOf(int sender) const {
+    return sent_ || sender < e_.rank ? sender : sender + 1;
+  }
 
-  // Adds this device's values and the peers', kAtOnce peers at a time. Returns false if the group stops.
+  // Adds the values of all devices, kAtOnce senders at a time. Returns false if the group stops.
   template <int kAtOnce>
-  __device__ bool AddAll(int vector, const float (&values)[kExchangeColumns],
+  __device__ bool AddAll(int vector, int vectors, const float (&values)[kExchangeColumns],
                          float (&sums)[kExchangeColumns]) const {
-    uint4* inbox = e_.inboxes[e_.rank] + InboxPlace(e_, row_, round_, 0, vector);
-    for (int first = 0; first < peers(); first += kAtOnce) {
-      uint4 pieces[kAtOnce][2];
-      if (!Receive(first, inbox, pieces)) return false;
+    const int lane = threadIdx.x % 32, first_piece = 2 * (vector - lane) + lane;
+    uint4* inbox =
+        static_cast<uint4*>(e_.of[e_.rank]) + InboxRow(e_, row_, round_, 0) + first_piece;
+    const bool has[2] = {first_piece < 2 * vectors, first_piece + 32 < 2 * vectors};
+    for (int first = 0; first < senders(); first += kAtOnce) {
+      uint4 pieces[kAtOnce][2] = {};
+      const bool ok = !has[0] || Receive(first, inbox, has[1], pieces);
+      if (__any_sync(~0u, !ok)) return false;
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        if (first + i == e_.rank) AddTo(sums, values);
-        if (first + i < peers()) AddTo(sums, pieces[i]);
+        if (!sent_ && first + i == e_.rank) AddTo(sums, values);
+        Transpose(pieces[i]);
+        if (first + i < senders()) AddTo(sums, pieces[i]);
       }
     }
-    if (e_.rank == peers()) AddTo(sums, values);
+    if (!sent_ && e_.rank == senders()) AddTo(sums, values);
     return true;
   }
 
-  // Waits for the pieces of several peers from `first` on, and empties their places. Returns false if the group stops.
+  // From pieces `lane` and `lane` + 32 of a warp's 64 to 2 `lane` and 2 `lane` + 1.
+  __device__ static void Transpose(uint4 (&pieces)[2]) {
+    const int lane = threadIdx.x % 32;
+    uint4 own[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const auto take = [&](uint32_t first, uint32_t last) {
+        const int from = (2 * lane + i) % 32;
+        first = __shfl_sync(~0u, first, from);
+        last = __shfl_sync(~0u, last, from);
+        return lane < 16 ? first : last;
+      };
+      own[i] = {take(pieces[0].x, pieces[1].x), take(pieces[0].y, pieces[1].y),
+                take(pieces[0].z, pieces[1].z), take(pieces[0].w, pieces[1].w)};
+    }
+    pieces[0] = own[0], pieces[1] = own[1];
+  }
+
+  // Waits for the pieces of several senders from `first` on, and empties their places. Returns false if the group stops.
   template <int kAtOnce>
-  __device__ bool Receive(int first, uint4* inbox, uint4 (&pieces)[kAtOnce][2]) const {
-    uint4* from
-        [kAtOnce];  // the last peer's for those beyond it, so that the loads have no branches between them
+  __device__ bool Receive(int first, uint4* inbox, bool both, uint4 (&pieces)[kAtOnce][2]) const {
+    // The last sender's for those beyond it, so that the loads have no branches between them.
+    uint4* from[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      from[i] = inbox + RankOf(min(first + i, peers() - 1)) * e_.row_pieces;
+      from[i] = inbox + RankOf(min(first + i, senders() - 1)) * e_.row_pieces;
     }
     Patience patience(e_);
-    int missing;  // a peer that has not sent, or -1
+    int missing;  // a sender whose values have not arrived, or -1
     do {
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         pieces[i][0] = LoadFromSystem(from[i]);
-        pieces[i][1] = LoadFromSystem(from[i] + 32);
+        pieces[i][1] = LoadFromSystem(from[i] + (both ? 32 : 0));
       }
       missing = -1;
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        if (!AreThere(pieces[i])) missing = min(first + i, peers() - 1);
+        if (!AreThere(pieces[i])) missing = min(first + i, senders() - 1);
       }
     } while (missing >= 0 && patience.Lasts());
     if (missing >= 0) {
@@ -201,9 +221,9 @@ class RowExchange {
     const uint4 empty = {kNotThere, kNotThere, kNotThere, kNotThere};
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      if (first + i >= peers()) break;
+      if (first + i >= senders()) break;
       StoreToSystem(from[i], empty);
-      StoreToSystem(from[i] + 32, empty);
+      if (both) StoreToSystem(from[i] + 32, empty);
     }
     return true;
   }
@@ -225,7 +245,7 @@ class RowExchange {
   const Exchange& e_;
   int row_;
   uint32_t round_;
-  bool stopped_;
+  bool sent_, stopped_;
 };
 
 }  // namespace jaxlowbit

@@ -11,12 +11,10 @@
 #include <vector>
 
 #include "cuda/device/host_device.h"
+#include "cuda/device/inboxes.h"
 #include "cuda/limits.h"
 
 namespace jaxlowbit {
-
-inline constexpr int kMaxExchangeParts = 8;   // devices of a group
-inline constexpr int kMaxExchangeWarps = 32;  // that share a row
 
 // Counters of one device of a group, in its memory.
 struct ExchangeState {
@@ -25,13 +23,9 @@ struct ExchangeState {
 };
 
 // The exchange memory, as seen by one device. Arrays are by rank.
-struct Exchange {
-  int parts = 1;               // devices of the group
-  int rank = 0;                // of this device in the group
-  int row_pieces = 0;          // 16-byte pieces of a row in an inbox
+struct Exchange : Inboxes {
   uint32_t patience = 20'000;  // in 2^20 nanoseconds: how long a kernel waits for a row
   ExchangeState* states[kMaxExchangeParts] = {};
-  uint4* inboxes[kMaxExchangeParts] = {};
   uint32_t* failure = nullptr;  // host memory: FailedWait of the wait that gave up, or 0
 };
 

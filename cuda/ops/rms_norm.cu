@@ -45,6 +45,23 @@ __device__ Vector<T> Load(const T* pointer, int64_t vector) {
     return value;
   }
 }
+// Loads from L2, for a kernel that does not wait for the previous one: L1 may hold older values.
+template <bool kAligned, typename T>
+__device__ Vector<T> LoadFromL2(const T* pointer, int64_t vector) {
+  static_assert(sizeof(T) == 2);
+  Vector<T> value;
+  if constexpr (kAligned) {
+    reinterpret_cast<uint4&>(value) = __ldcg(reinterpret_cast<const uint4*>(pointer) + vector);
+  } else {
+    const auto* bits = reinterpret_cast<const unsigned short*>(pointer) + vector * kElements;
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) {
+      reinterpret_cast<unsigned short&>(value.at[i]) = __ldcg(bits + i);
+    }
+  }
+  return value;
+}
+
 template <bool kAligned, typename T>
 __device__ void Store(const Vector<T>& value, T* pointer, int64_t vector) {
   if constexpr (kAligned) {
@@ -124,18 +141,15 @@ __device__ float SumOfTeam(const Team& team, float value) {
 
 // All-reduces the addends.
 template <int kVectors>
-__device__ void AddParts(const Exchange& exchange, const Team& team, int vectors,
+__device__ void AddParts(const RowExchange& row, const Team& team, bool sent, int vectors,
                          Vector<float> (&addends)[kVectors]) {
-  const RowExchange row(exchange, team.row, team.thread() / 32);
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
-    const int at = i * team.threads() + team.thread();
-    if (at < vectors) row.Send(at, addends[i].at);
+    if (!sent) row.Send(i * team.threads() + team.thread(), vectors, addends[i].at);
   }
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
-    const int at = i * team.threads() + team.thread();
-    if (at < vectors) row.Add(at, addends[i].at);
+    row.Add(i * team.threads() + team.thread(), vectors, addends[i].at);
   }
 }
 
@@ -190,7 +204,8 @@ struct Bounds {
   static constexpr bool kSpread = false;
 #endif
   static constexpr int kThreads = kSpread ? kMaxSpreadThreads : kMaxThreads;
-  static constexpr int kCtas = kSpread ? 2 : kForm == Form::kFloats ? 0 : 1;
+  // A spread CTA of 128 threads must fit beside two of a product with 96 registers a thread: 80.
+  static constexpr int kCtas = kSpread ? (kVectors == 1 ? 3 : 2) : kForm == Form::kFloats ? 0 : 1;
   // Whether x and the scales are loaded before the exchange; a thread of 1024 has too few registers.
   static constexpr bool kLoadsEarly = kSpread;
 };
@@ -201,7 +216,7 @@ __global__ void __launch_bounds__(Bounds<kForm, kVectors, kParts>::kThreads,
                                   Bounds<kForm, kVectors, kParts>::kCtas)
     RmsNormKernel(const T* x, const void* addend, bool wide_addend, const void* scale,
                   bool wide_scale, T* sum, void* out, float* out_scale, int vectors, float epsilon,
-                  int cta_shift, const __grid_constant__ Exchange exchange) {
+                  int cta_shift, bool was_sent, const __grid_constant__ Exchange exchange) {
   LaunchDependents();
   const Team team = FindTeam<kParts>(cta_shift);
   if (scale != nullptr) StartSum<kParts>(team);
@@ -217,17 +232,32 @@ __global__ void __launch_bounds__(Bounds<kForm, kVectors, kParts>::kThreads,
     }
   };
   if constexpr (kLoadsEarly || !kParts) load_scales();
-  WaitForPreviousKernels();
+  const bool sent = kParts && kProductsSend && was_sent;
+  if (!sent) WaitForPreviousKernels();
   Vector<float> addends[kVectors];
   Vector<T> sums[kVectors];  // x at first
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     const int at = i * team.threads() + team.thread();
     if (at >= vectors) break;
-    addends[i] = LoadFloats<kAligned, T>(addend, wide_addend, row + at);
-    if constexpr (kLoadsEarly) sums[i] = Load<kAligned>(x, row + at);
+    if (!sent) addends[i] = LoadFloats<kAligned, T>(addend, wide_addend, row + at);
+    if constexpr (kLoadsEarly) sums[i] = LoadFromL2<kAligned>(x, row + at);
   }
-  if constexpr (kParts) AddParts(exchange, team, vectors, addends);
+  uint32_t round = 0;
+  const auto count = [&] {
+    __syncwarp();  // all lanes have read the count
+    if (threadIdx.x % 32 == 0) *RoundsOf(exchange, team.row, team.thread() / 32) = round;
+  };
+  if constexpr (kParts) {
+    round = LoadFromSystem(RoundsOf(exchange, team.row, team.thread() / 32)) + 1;
+    if (!sent) count();
+    AddParts(RowExchange(exchange, team.row, round, sent), team, sent, vectors, addends);
+  }
+  const auto finish = [&] {
+    if (!sent) return;
+    WaitForPreviousKernels();  // the product, which reads the count too
+    count();
+  };
   if constexpr (!kLoadsEarly && kParts) load_scales();
   float squares = 0;
 #pragma unroll
@@ -243,7 +273,7 @@ __global__ void __launch_bounds__(Bounds<kForm, kVectors, kParts>::kThreads,
     }
     Store<kAligned>(sums[i], sum, row + at);
   }
-  if (scale == nullptr) return;
+  if (scale == nullptr) return finish();
   const float mean = SumOfTeam<kParts>(team, squares) / static_cast<float>(vectors * kElements);
   const float factor = rsqrtf(mean + epsilon);
   Vector<T> results[kVectors] = {};
@@ -260,6 +290,7 @@ __global__ void __launch_bounds__(Bounds<kForm, kVectors, kParts>::kThreads,
     if constexpr (kForm == Form::kFloats)
       Store<kAligned>(results[i], static_cast<T*>(out), row + at);
   }
+  finish();
   if constexpr (kForm != Form::kFloats) {
     constexpr bool kFloat8 = kForm == Form::kE4m3;
     const Divisor divisor(BlockMax(largest), kMaxValue<kFloat8>);
@@ -275,7 +306,7 @@ __global__ void __launch_bounds__(Bounds<kForm, kVectors, kParts>::kThreads,
 
 template <typename T>
 using KernelFunction = void (*)(const T*, const void*, bool, const void*, bool, T*, void*, float*,
-                                int, float, int, Exchange);
+                                int, float, int, bool, Exchange);
 
 // Template arguments of the kernel, as values.
 struct Variant {
@@ -336,7 +367,7 @@ cudaError_t Launch(const RmsNorm& norm, const Device& device, cudaStream_t strea
   return cudaLaunchKernelEx(&launch.config, kernel, static_cast<const T*>(norm.x), norm.addend,
                             norm.addend_type == ElementType::kF32, norm.scale,
                             norm.scale_type == ElementType::kF32, static_cast<T*>(norm.sum),
-                            norm.out, norm.out_scale, vectors, norm.epsilon, cta_shift,
+                            norm.out, norm.out_scale, vectors, norm.epsilon, cta_shift, norm.sent,
                             norm.exchange);
 }
 

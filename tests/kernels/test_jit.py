@@ -350,6 +350,18 @@ def test_instances_missing_from_the_build_compile(nvrtc, tmp_path, family):
         assert kernel.products and not kernel.hazards(), name
 
 
+def test_divided_instances_compile(nvrtc, tmp_path):
+    """Of products that several devices compute; `_ffi.instances` lists only the prebuilt ones."""
+    divided = "jaxlowbit::sm90_stream::DividedInstance<"
+    prebuilt = [name for _, name in instances_of(4, family="sm90_stream") if divided in name]
+    assert len(prebuilt) == 3
+    begin = "jaxlowbit::sm90_stream::QmmSm90StreamKernel<"
+    (family, name), *_ = sample(instances_of(8, family="sm90_stream", built=False), 1)
+    wrapped = name.replace(begin, begin + divided).removesuffix(">") + ">>"
+    _, results = compiled(tmp_path / "cache", [(family, wrapped)], architecture="90a")
+    assert not results[0]["error"], (wrapped, results[0]["error"])
+
+
 def test_the_compiler_of_nvidias_wheel_is_found(nvrtc, tmp_path):
     """In site-packages, which the system loader does not search."""
     folder = tmp_path / "nvidia/cu13/lib"

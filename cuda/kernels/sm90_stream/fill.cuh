@@ -38,6 +38,7 @@ class StageFiller {
 #pragma unroll 1
     for (int stage = 0; stage < early; ++stage) FillWeights(stage, stage);
     WaitForPreviousKernels();
+    if (I::kDivided && p_.holds_next) LaunchDependents();
     for (int stage = 0; stage < filled; ++stage) {
       if (stage >= early) FillWeights(stage, stage);
       FillLhs(stage, stage);

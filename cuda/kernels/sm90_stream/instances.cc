@@ -17,7 +17,7 @@ InstanceKey KeyOf(const QuantizedMatmul& problem, const Choice& choice, const De
                                                                   : Grouping::kBlocks;
   const Variant variant = {block_m,
                            shares_registers ? kMaxCtasPerSm : CtasPerSm(blocks, device, choice),
-                           LhsPathOf(blocks, device, choice), grouping};
+                           LhsPathOf(blocks, device, choice), grouping, problem.divided};
   return {Family::kSm90Stream, problem.lhs,      problem.scale,   problem.zero,
           problem.bits,        problem.codebook, variant.number()};
 }
@@ -31,19 +31,24 @@ std::string NameOf(const InstanceKey& key) {
       std::to_string(key.bits) + ", " + std::to_string(variant.ctas_per_sm) +
       ", jaxlowbit::sm90_stream::LhsPath::" + kPaths[static_cast<int>(variant.lhs_path)] +
       LastArgument(key.codebook) + ">";
-  constexpr const char* kBegins[] = {"", "jaxlowbit::sm90_stream::RaggedInstance<",
-                                     "jaxlowbit::sm90_stream::ListedInstance<"};
-  return std::string("jaxlowbit::sm90_stream::QmmSm90StreamKernel<") +
-         kBegins[static_cast<int>(variant.grouping)] + instance +
-         (variant.grouping == Grouping::kNone ? ">" : ">>");
+  constexpr const char* kGroupings[] = {"", "Ragged", "Listed"};
+  const std::string kind =
+      variant.divided ? "Divided" : kGroupings[static_cast<int>(variant.grouping)];
+  const std::string begin = "jaxlowbit::sm90_stream::QmmSm90StreamKernel<";
+  return kind.empty() ? begin + instance + ">"
+                      : begin + "jaxlowbit::sm90_stream::" + kind + "Instance<" + instance + ">>";
 }
 
 std::vector<InstanceKey> InstancesOf(int bits) {
   std::vector<InstanceKey> keys;
   ForEachFormat(Family::kSm90Stream, bits, [&](InstanceKey key) {
-    for (const Variant& variant : kVariants) {
+    for (Variant variant : kVariants) {
       key.variant = variant.number();
       if (variant.block_m <= MaxRows(bits, key.scale)) keys.push_back(key);
+      if (!HasDivided(key, variant)) continue;
+      variant.divided = true;
+      key.variant = variant.number();
+      keys.push_back(key);
     }
     key.variant = kRounds.number();
     if (key.lhs == ElementType::kBf16 && !HasTwoLevels(key.scale)) keys.push_back(key);

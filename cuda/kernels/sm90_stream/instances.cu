@@ -8,21 +8,29 @@ namespace jaxlowbit::sm90_stream {
 namespace {
 
 template <typename T, ZeroKind kZero, int kBits, int kNumber>
-KernelFunction FindVariant() {
+KernelFunction FindVariant(bool divided) {
   constexpr Variant kVariant = kVariants[kNumber];
+  constexpr bool kBfloat16 = std::is_same_v<T, __nv_bfloat16>;
+  constexpr ElementType kType = kBfloat16 ? ElementType::kBf16 : ElementType::kF16;
+  constexpr InstanceKey kFormat = {Family::kSm90Stream, kType, kType, kZero, kBits};
   if constexpr (HasPrebuiltZeros(kBits, kZero) &&
                 kVariant.block_m <= MaxRows(kBits, ElementType::kBf16)) {
-    return QmmSm90StreamKernel<
-        Instance<T, T, kZero, kVariant.block_m, kBits, kVariant.ctas_per_sm, kVariant.lhs_path>>;
+    using Dense =
+        Instance<T, T, kZero, kVariant.block_m, kBits, kVariant.ctas_per_sm, kVariant.lhs_path>;
+    if (!divided) return QmmSm90StreamKernel<Dense>;
+    if constexpr (HasDivided(kFormat, kVariant)) return QmmSm90StreamKernel<DividedInstance<Dense>>;
   }
   return nullptr;
 }
 
 template <typename T, ZeroKind kZero, int kBits, size_t... kNumber>
-KernelFunction FindVariant(int variant, std::index_sequence<kNumber...>) {
+KernelFunction FindVariant(const InstanceKey& key, std::index_sequence<kNumber...>) {
+  Variant wanted = Variant::Of(key);
+  const bool divided = std::exchange(wanted.divided, false);
   KernelFunction found = nullptr;
-  ((variant == kVariants[kNumber].number() ? void(found = FindVariant<T, kZero, kBits, kNumber>())
-                                           : void()),
+  ((wanted.number() == kVariants[kNumber].number()
+        ? void(found = FindVariant<T, kZero, kBits, kNumber>(divided))
+        : void()),
    ...);
   return found;
 }
@@ -32,7 +40,7 @@ KernelFunction FindVariant(int variant, std::index_sequence<kNumber...>) {
 KernelFunction Find(const InstanceKey& key) {
   return WithHopperFormat(key, [&](auto lhs, auto zero, auto bits) {
     return FindVariant<typename decltype(lhs)::type, decltype(zero)::value, decltype(bits)::value>(
-        key.variant, std::make_index_sequence<std::size(kVariants)>{});
+        key, std::make_index_sequence<std::size(kVariants)>{});
   });
 }
 

@@ -23,14 +23,16 @@ struct Variant {
   int block_m, ctas_per_sm;
   LhsPath lhs_path;
   Grouping grouping = Grouping::kNone;
+  bool divided = false;
 
   static constexpr Variant Of(const InstanceKey& key) {
     return {key.variant / 16 % 64, key.variant / 4 % 4, static_cast<LhsPath>(key.variant % 4),
-            static_cast<Grouping>(key.variant / kVariantsPerGrouping)};
+            static_cast<Grouping>(key.variant / kVariantsPerGrouping % 4),
+            key.variant / kVariantsPerGrouping >= 4};
   }
   constexpr int number() const {
     return 16 * block_m + 4 * ctas_per_sm + static_cast<int>(lhs_path) +
-           kVariantsPerGrouping * static_cast<int>(grouping);
+           kVariantsPerGrouping * (static_cast<int>(grouping) + 4 * divided);
   }
 
   static constexpr int kVariantsPerGrouping = 1024;
@@ -43,6 +45,14 @@ inline constexpr Variant kVariants[] = {{8, kMaxCtasPerSm, LhsPath::kStages},
                                         {16, kMaxCtasPerSm, LhsPath::kStages},
                                         {32, 1, LhsPath::kStages},
                                         {32, kMaxCtasPerSm, LhsPath::kStages}};
+
+// Whether the divided instance of a variant is compiled ahead of time: for the commonest format, under PDL.
+template <typename Format>
+constexpr bool HasDivided(const Format& format, const Variant& variant) {
+  return format.lhs == ElementType::kBf16 && format.scale == ElementType::kBf16 &&
+         format.zero == ZeroKind::kNone && format.bits == 4 && format.codebook == Codebook::kNone &&
+         variant.ctas_per_sm == kMaxCtasPerSm && variant.lhs_path == LhsPath::kStages;
+}
 
 // Rounds a bfloat16 lhs. Always JIT-compiled.
 inline constexpr Variant kRounds = {8, kMaxCtasPerSm, LhsPath::kRounds};

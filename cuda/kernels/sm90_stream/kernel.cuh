@@ -287,10 +287,10 @@ __global__ void __launch_bounds__(ThreadsOf(I::kRagged), I::kCtasPerSm)
     if (!FindExpert(p, memory)) return StoreZerosBySizes<I>(p);
   }
   const int warp = threadIdx.x / 32;
-  const auto synchronize = [] {
+  const auto synchronize = [&] {
     __syncthreads();  // barriers exist
     ArriveAtCluster();
-    LaunchDependents();
+    if (!I::kDivided || !p.holds_next) LaunchDependents();
   };
   if constexpr (kForSanitizer) {  // all threads at one instruction
     if (warp == 0) InitBarriers<I>(p.plan, memory);

@@ -107,6 +107,9 @@ class StreamLaunch final : public KernelLaunch {
     const QuantizedMatmul blocks = BlocksOf(problem, choice.block_m);
     params_ =
         ParamsOf(blocks, step.products.front().buffers, choice, CtasPerSm(blocks, device, choice));
+    params_.holds_next = step.holds_next;
+    params_.sends = step.inboxes.parts > 1;
+    params_.inboxes = step.inboxes;
     int64_t clusters = AssignClusters(step.products, choice.slices, params_);
     int64_t batch = problem.batch;
     if (persistent_) {

@@ -12,6 +12,7 @@
 #include "cuda/device/copy.cuh"
 #include "cuda/device/divide.cuh"
 #include "cuda/device/format/integer.cuh"
+#include "cuda/device/inboxes.h"
 #include "cuda/device/layout.cuh"
 #include "cuda/device/schedule/batched.cuh"
 #include "cuda/device/schedule/listed.cuh"
@@ -52,7 +53,7 @@ struct Instance {
   static constexpr int kTiles = kM / 8;  // of the instruction, along the rows
   static constexpr int kSliceBytes = kAtomBytes<kBits> / kSlicesPerStrip;
   static constexpr bool kWholeStrips = HasWholeStrips(kBits);
-  static constexpr bool kRagged = false, kListed = false;
+  static constexpr bool kRagged = false, kListed = false, kDivided = false;
 };
 
 // The instance of a ragged product (device/schedule/ragged.cuh).
@@ -66,6 +67,12 @@ struct RaggedInstance : Dense {
 template <class Dense>
 struct ListedInstance : Dense {
   static constexpr bool kListed = true;
+};
+
+// The instance of a product that several devices compute: it may send its result and hold the next kernel.
+template <class Dense>
+struct DividedInstance : Dense {
+  static constexpr bool kDivided = true;
 };
 
 template <class I>
@@ -101,8 +108,11 @@ struct Params {
   int atom_step;            // offset between the groups of a warp's first and second atom, in rows
   // In a stage, the zero point of a row is at zeros_at + (place of its scale) / sizeof(S).
   int zeros_at;
-  Divider pairs;        // of a tile's slices
-  bool out_float;       // float32 out; else the type of lhs
+  Divider pairs;   // of a tile's slices
+  bool out_float;  // float32 out; else the type of lhs
+  // For a DividedInstance: the next kernel starts after the previous one has ended; the result goes to `inboxes`, not to
+  // `out`. Here is no gap between the other members.
+  bool holds_next, sends;
   int prologue_stages;  // stages whose weights are loaded before any activations
   EpilogueParams epilogue;
   Plan plan;
@@ -120,6 +130,7 @@ struct Params {
   UnitParams units[kMaxProducts];
   RaggedParams ragged;  // for a RaggedInstance
   ListedParams listed;  // for a ListedInstance
+  Inboxes inboxes;      // for a DividedInstance
 };
 
 // Synchronizes the consumers.

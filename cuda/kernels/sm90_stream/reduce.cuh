@@ -8,6 +8,7 @@
 // all have arrived, so that no warp waits for others at the end of a tile.
 #pragma once
 
+#include "cuda/device/inbox.cuh"
 #include "cuda/kernels/sm90_stream/multiply.cuh"
 
 namespace jaxlowbit::sm90_stream {
@@ -94,6 +95,11 @@ class ClusterReducer {
   };
   __device__ FirstAddends LoadFirst(int tile_slice, int slices) const {
     FirstAddends first = {};
+    if (Sends()) {
+      WaitForPreviousKernels();  // they may have counted a round
+#pragma unroll
+      for (int tile = 0; tile < I::kTiles; ++tile) LoadToL1(CountedRounds(tile));
+    }
     if (!p_.epilogue.any) return first;
     WaitForPreviousKernels();  // they may have written the residual
     const int fragment = Opaque(threadIdx.x) / 32, fragments = Fragments(slices);
@@ -144,6 +150,10 @@ class ClusterReducer {
         for (int j = 0; j < 4; ++j) {
           sum[j] *= __uint_as_float(LoadShared4(memory_.row_scale(m + j % 2)));
         }
+      }
+      if (Sends()) {
+        Send(tile, n, sum);
+        continue;
       }
 #pragma unroll
       for (int j = 0; j < 4; ++j) Store(part, m + j % 2, n + j / 2 * 8, sum[j]);
@@ -252,6 +262,46 @@ class ClusterReducer {
     } else {
       static_cast<typename I::T*>(part.out)[offset] = typename I::T(value);
     }
+  }
+
+  __device__ bool Sends() const { return I::kDivided && p_.sends; }
+
+  // The row of a tile that this lane sends.
+  __device__ static int SentRow(int tile) {
+    const int lane = Opaque(threadIdx.x) % 32;
+    return tile * 8 + lane % 4 * 2 + lane / 4 % 2;
+  }
+
+  // The number of exchanges so far of the row of a tile that this lane sends.
+  __device__ const uint32_t* CountedRounds(int tile) const {
+    return p_.inboxes.rounds + min(SentRow(tile), p_.m - 1) * kMaxExchangeWarps;
+  }
+
+  // Sends a fragment to all devices. Four lanes with the same rows transpose their channels, so that each has four
+  // consecutive ones of a row. `n`: this lane's first channel.
+  __device__ void Send(int tile, int n, float (&sum)[4]) const {
+    const int group = Opaque(threadIdx.x) % 32 / 4;  // of channels
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const bool odd = group >> i & 1;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        if (j >> i & 1) continue;
+        float& low = sum[j];
+        float& high = sum[j + (1 << i)];
+        const float received = __shfl_xor_sync(~0u, odd ? low : high, 4 << i);
+        (odd ? low : high) = received;
+      }
+    }
+    const int row = SentRow(tile), column = n - group % 4 + group % 4 / 2 * 8;
+    if (row >= p_.m || column >= p_.products[0].n) return;
+    const uint4 piece = {BitsToSend(sum[0]), BitsToSend(sum[1]), BitsToSend(sum[2]),
+                         BitsToSend(sum[3])};
+    const Inboxes& to = p_.inboxes;
+    const uint32_t round = *CountedRounds(tile) + 1;
+    const int place = InboxRow(to, row, round, to.rank) + column / kPieceColumns;
+    SendPiece(to, place, piece);
+    StoreToSystem(static_cast<uint4*>(to.of[to.rank]) + place, piece);
   }
 
   const Params& p_;
