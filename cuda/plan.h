@@ -34,8 +34,8 @@ struct PlannedStep {
   Choice choice = {};
   std::vector<PlannedProduct> products = {};
   bool out_aligned = false, residual_aligned = false;  // only for choices of qmm_sm90
-  // With problem.divided: whether the next kernel starts after the previous one has ended, and inboxes of several devices,
-  // to which the result is sent instead of being written.
+  // Both only with problem.divided. The next kernel starts after the previous one has ended; the result is sent to the
+  // inboxes of several devices instead of being written.
   bool holds_next = false;
   Inboxes inboxes = {};
 

@@ -49,7 +49,7 @@ std::vector<PlannedStep> PlanAttributes(const std::vector<Product>& products,
     const size_t before = plan.size();
     PlanProducts(std::move(together), target, {workspace, kMaxWorkspaceBytes}, &typical, &plan);
     if (!divided || plan.size() != before + 1 || !CanHoldNext(plan[before])) continue;
-    plan.push_back(plan[before]);
+    plan.push_back(plan[before]);  // which instance runs depends on pointers
     plan.back().problem.divided = true;
   }
   return plan;

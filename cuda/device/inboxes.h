@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Memory in which a device of a group receives rows from the others (protocol: ops/exchange.cuh), as kernels see it.
+// A device of a group receives rows from the others in its inbox (protocol: ops/exchange.cuh).
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ struct Inboxes {
   int parts = 1;       // devices of the group
   int rank = 0;        // of this device in the group
   int row_pieces = 0;  // 16-byte pieces of a row
-  // Of this device: exchanges so far, [kMaxExchangeRows, kMaxExchangeWarps].
+  // This device's exchanges so far, [kMaxExchangeRows, kMaxExchangeWarps].
   uint32_t* rounds = nullptr;
   void* of[kMaxExchangeParts] = {};  // by rank
 };

@@ -78,10 +78,8 @@ cudaError_t AllocateOn(int device, const std::vector<int>& devices, Group* group
 
 cudaError_t Allocate(const Key& key, Group* group) {
   const auto& [devices, columns] = key;
-  constexpr int64_t kWarpColumns = 256, kWarpPieces = 64;
-  group->row_pieces = static_cast<int>(CeilDiv(columns, kWarpColumns) * kWarpPieces);
-  group->inbox_bytes = 2 * kMaxExchangeRows * static_cast<int64_t>(devices.size()) *
-                       group->row_pieces * int64_t{sizeof(uint4)};
+  group->row_pieces = RowPieces(columns);
+  group->inbox_bytes = InboxBytes(static_cast<int>(devices.size()), group->row_pieces);
   int current = 0;
   cudaError_t error = cudaGetDevice(&current);
   void* failure = nullptr;

@@ -110,9 +110,9 @@ class RowExchange {
     stopped_ = LoadFromSystem(&e.states[e.rank]->stopped) != 0;
   }
 
-  // Sends eight consecutive columns of each lane to all other devices, if the row has that vector.
+  // Sends eight consecutive columns of each lane to all other devices, if the row has that vector, unless the product does.
   __device__ void Send(int vector, int vectors, const float (&values)[kExchangeColumns]) const {
-    if (__any_sync(~0u, stopped_)) return;
+    if (sent_ || __any_sync(~0u, stopped_)) return;
     const int place = InboxRow(e_, row_, round_, e_.rank), lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {  // 512 contiguous bytes

@@ -38,6 +38,15 @@ struct FailedWait {
   }
 };
 
+// 16-byte pieces of a row in an inbox: two for each lane of whole warps. And the bytes of an inbox.
+constexpr int RowPieces(int64_t columns) {
+  constexpr int64_t kWarpColumns = 256, kWarpPieces = 64;
+  return static_cast<int>(CeilDiv(columns, kWarpColumns) * kWarpPieces);
+}
+constexpr int64_t InboxBytes(int parts, int row_pieces) {
+  return 2 * kMaxExchangeRows * parts * row_pieces * int64_t{sizeof(uint4)};
+}
+
 // Whether all devices (CUDA ordinals) can write to each other's memory.
 bool CanExchange(const std::vector<int>& devices);
 

@@ -141,11 +141,11 @@ __device__ float SumOfTeam(const Team& team, float value) {
 
 // All-reduces the addends.
 template <int kVectors>
-__device__ void AddParts(const RowExchange& row, const Team& team, bool sent, int vectors,
+__device__ void AddParts(const RowExchange& row, const Team& team, int vectors,
                          Vector<float> (&addends)[kVectors]) {
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
-    if (!sent) row.Send(i * team.threads() + team.thread(), vectors, addends[i].at);
+    row.Send(i * team.threads() + team.thread(), vectors, addends[i].at);
   }
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
@@ -204,7 +204,7 @@ struct Bounds {
   static constexpr bool kSpread = false;
 #endif
   static constexpr int kThreads = kSpread ? kMaxSpreadThreads : kMaxThreads;
-  // A spread CTA of 128 threads must fit beside two of a product with 96 registers a thread: 80.
+  // An SM has registers for two CTAs of a product, at 96 a thread, and a spread CTA of 128 threads, at 80.
   static constexpr int kCtas = kSpread ? (kVectors == 1 ? 3 : 2) : kForm == Form::kFloats ? 0 : 1;
   // Whether x and the scales are loaded before the exchange; a thread of 1024 has too few registers.
   static constexpr bool kLoadsEarly = kSpread;
@@ -251,7 +251,7 @@ __global__ void __launch_bounds__(Bounds<kForm, kVectors, kParts>::kThreads,
   if constexpr (kParts) {
     round = LoadFromSystem(RoundsOf(exchange, team.row, team.thread() / 32)) + 1;
     if (!sent) count();
-    AddParts(RowExchange(exchange, team.row, round, sent), team, sent, vectors, addends);
+    AddParts(RowExchange(exchange, team.row, round, sent), team, vectors, addends);
   }
   const auto finish = [&] {
     if (!sent) return;

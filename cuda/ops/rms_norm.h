@@ -25,8 +25,8 @@ struct RmsNorm {
   float epsilon;
   // With several devices, addend is this device's float32 partial sum, for up to kMaxExchangeRows rows.
   Exchange exchange = {};
-  // The product before sends the partial sums to all devices, and `addend` is not read. No kernel since the last exchange
-  // may start before that exchange has ended.
+  // The product before sends the partial sums to all devices, and `addend` is not read. A kernel
+  // since the last exchange holds the next one (PlannedStep::holds_next).
   bool sent = false;
   ElementType out_type = type;  // `type`, kInt8 or kE4m3
   float* out_scale = nullptr;   // [rows], with an 8-bit out

@@ -351,7 +351,7 @@ def test_instances_missing_from_the_build_compile(nvrtc, tmp_path, family):
 
 
 def test_divided_instances_compile(nvrtc, tmp_path):
-    """Of products that several devices compute; `_ffi.instances` lists only the prebuilt ones."""
+    """Several devices compute such products; `_ffi.instances` lists only the prebuilt instances."""
     divided = "jaxlowbit::sm90_stream::DividedInstance<"
     prebuilt = [name for _, name in instances_of(4, family="sm90_stream") if divided in name]
     assert len(prebuilt) == 3

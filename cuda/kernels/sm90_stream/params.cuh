@@ -111,7 +111,7 @@ struct Params {
   Divider pairs;   // of a tile's slices
   bool out_float;  // float32 out; else the type of lhs
   // For a DividedInstance: the next kernel starts after the previous one has ended; the result goes to `inboxes`, not to
-  // `out`. Here is no gap between the other members.
+  // `out`. These two fill padding, so that the other members keep their places.
   bool holds_next, sends;
   int prologue_stages;  // stages whose weights are loaded before any activations
   EpilogueParams epilogue;
