@@ -292,14 +292,10 @@ std::string PlanProducts(std::vector<PlannedProduct> products, const Target& tar
   return Planner(target, room, ways, steps).Run(std::move(products));
 }
 
-bool CanHoldNext(const PlannedStep& step) {
-  return step.kind == Kind::kMultiply && step.choice.kernel == Kernel::kQmmSm90Stream &&
-         !step.problem.is_ragged();
-}
-
 bool CanSend(const PlannedStep& step) {
   const QuantizedMatmul& p = step.problem;
-  return CanHoldNext(step) && step.products.size() == 1 && p.batch == 1 && !p.epilogue.gated &&
+  return step.kind == Kind::kMultiply && step.choice.kernel == Kernel::kQmmSm90Stream &&
+         step.products.size() == 1 && p.batch == 1 && !p.is_ragged() && !p.epilogue.gated &&
          p.out == ElementType::kF32;
 }
 
