@@ -292,10 +292,14 @@ std::string PlanProducts(std::vector<PlannedProduct> products, const Target& tar
   return Planner(target, room, ways, steps).Run(std::move(products));
 }
 
+bool CanHoldNext(const PlannedStep& step) {
+  return step.kind == Kind::kMultiply && step.choice.kernel == Kernel::kQmmSm90Stream &&
+         !step.problem.is_ragged();
+}
+
 bool CanSend(const PlannedStep& step) {
   const QuantizedMatmul& p = step.problem;
-  return step.kind == Kind::kMultiply && step.choice.kernel == Kernel::kQmmSm90Stream &&
-         step.products.size() == 1 && p.batch == 1 && !p.is_ragged() && !p.epilogue.gated &&
+  return CanHoldNext(step) && step.products.size() == 1 && p.batch == 1 && !p.epilogue.gated &&
          p.out == ElementType::kF32;
 }
 

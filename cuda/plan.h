@@ -71,7 +71,8 @@ struct Target {
 std::string PlanProducts(std::vector<PlannedProduct> products, const Target& target, Room room,
                          Ways* ways, std::vector<PlannedStep>* steps);
 
-// Whether a step is a product whose divided instance can send the result.
+// Whether a step's kernel has a divided instance, and whether that can send its result.
+bool CanHoldNext(const PlannedStep& step);
 bool CanSend(const PlannedStep& step);
 
 // The steps of one product by an explicit choice, within the limits of a launch. Its operands must be aligned as the

@@ -48,7 +48,7 @@ std::vector<PlannedStep> PlanAttributes(const std::vector<Product>& products,
     Ways typical(nullptr);
     const size_t before = plan.size();
     PlanProducts(std::move(together), target, {workspace, kMaxWorkspaceBytes}, &typical, &plan);
-    if (!divided || plan.size() != before + 1 || !CanSend(plan[before])) continue;
+    if (!divided || plan.size() != before + 1 || !CanHoldNext(plan[before])) continue;
     plan.push_back(plan[before]);  // which instance runs depends on pointers
     plan.back().problem.divided = true;
   }

@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "cuda/kernels/loaded.h"
-#include "cuda/kernels/sm90_stream/select.h"
 #include "cuda/limits.h"
 #include "cuda/ops/attend.h"
 #include "cuda/ops/exchange.h"
@@ -92,10 +91,8 @@ class AttendStep final : public LoadedStep {
     return LaunchAttend(attend, PointerTo(room_.workspace, pointers), room_.bytes, device_, stream);
   }
 
-  void HoldNext() { attend_.holds_next = true; }
-
  private:
-  Attend attend_;
+  const Attend attend_;
   const bool query_norm_, key_norm_;
   const AttendNumbers numbers_;
   const int results_;
@@ -445,40 +442,33 @@ class Sequence {
     return Load(plan, "launching ", what);
   }
 
-  // Lets a product send its result, if the next step adds it over devices and writes nothing that the product reads
-  // (ops/exchange.cuh). Between two exchanges a kernel holds the next one: the product, or the attention before it if the
-  // product leaves room for the kernels behind it, which then load their weights earlier.
+  // Before an exchange, lets a product hold the next kernel until the last exchange has ended; and send its result, if the
+  // next step adds it over devices and writes nothing that the product reads (ops/exchange.cuh).
   void Divide(const Step& step, std::vector<PlannedStep>* plan) {
     sent_ = 0;
     const Step* const next = &step + 1;
-    const int64_t out = call_.products[step.first].places.out;
-    if (exchange_.parts == 1 || plan->size() != 1 || !CanDivide(plan->front()) ||
-        next == call_.steps.data() + call_.steps.size() || next->kind != StepKind::kNormalize ||
-        next->addend != out || !IsApart(step, *next)) {
-      return;
-    }
+    const Step* const end = call_.steps.data() + call_.steps.size();
+    const auto adds = [](const Step& later) { return later.kind == StepKind::kNormalize; };
+    if (exchange_.parts == 1 || std::none_of(next, end, adds) || !CanDivide(*plan)) return;
     PlannedStep& product = plan->front();
+    const int64_t out = call_.products[step.first].places.out;
+    const bool sends =
+        CanSend(product) && adds(*next) && next->addend == out && IsApart(step, *next);
+    if (settled_ && !sends) return;
     product.problem.divided = true;
+    product.holds_next = !std::exchange(settled_, true);
+    if (!sends) return;
     product.inboxes = exchange_;
     sent_ = out;
-    if (attention_ != nullptr && LeavesRoom(product)) {
-      attention_->HoldNext();
-    } else {
-      product.holds_next = !settled_;
-    }
   }
 
-  // Whether a launch has a divided instance.
-  bool CanDivide(const PlannedStep& product) const {
-    if (!CanSend(product)) return false;
-    QuantizedMatmul divided = product.problem;
+  // Whether the plan is one launch that has a divided instance.
+  bool CanDivide(const std::vector<PlannedStep>& plan) const {
+    if (plan.size() != 1 || !CanHoldNext(plan[0])) return false;
+    QuantizedMatmul divided = plan[0].problem;
     divided.divided = true;
-    return IsAheadOfTime(KeyOf(divided, product.choice, *target_.device)) ||
+    return IsAheadOfTime(KeyOf(divided, plan[0].choice, *target_.device)) ||
            target_.device->can_compile();
-  }
-
-  bool LeavesRoom(const PlannedStep& product) const {
-    return sm90_stream::CtasPerSm(product.problem, *target_.device, product.choice) == 1;
   }
 
   // Whether a step writes nothing that the step before reads.
@@ -558,7 +548,6 @@ class Sequence {
                     exchange_,
                     step.addend != 0 && step.addend == sent_};
     settled_ = false;
-    attention_ = nullptr;
     if (step.out_scale != 0) {
       norm.out_type = call_.At(step.out).element_type() == ffi::DataType::S8 ? ElementType::kInt8
                                                                              : ElementType::kE4m3;
@@ -626,6 +615,8 @@ class Sequence {
     Attend attend;
     ffi::Error error = DecodeAttend(buffers, &call_.attributes, &attend);
     attend.pdl = follows;
+    attend.holds_next = follows && exchange_.parts > 1;
+    settled_ = true;
     if (error.success()) error = call_.attributes.Missing();
     if (error.success() && Is8Bit(attend.cache)) error = CheckByteCache();
     const int results = static_cast<int>(call_.args().size());
@@ -635,9 +626,8 @@ class Sequence {
                              " queries on CUDA device " + std::to_string(ordinal());
     error = ToError(LoadAttend(attend, *target_.device), "loading " + what);
     if (error.failure()) return error;
-    auto step = std::make_unique<AttendStep>(attend, buffers, results, room_, *target_.device);
-    attention_ = follows ? step.get() : nullptr;
-    Add(std::move(step), "launching " + what);
+    Add(std::make_unique<AttendStep>(attend, buffers, results, room_, *target_.device),
+        "launching " + what);
     return error;
   }
 
@@ -648,9 +638,7 @@ class Sequence {
   Room room_;
   Exchange exchange_;
   int64_t sent_ = 0;  // place of the last product's result, if it is sent to devices
-  bool settled_;      // no exchange before in this call, nor in one that it follows
-  AttendStep* attention_ =
-      nullptr;  // since the last exchange, if it starts before earlier kernels have ended
+  bool settled_;      // the next kernel starts after the last exchange has ended
   float epsilon_ = 0;
   bool started_;                  // a kernel of the handler has been launched
   const Step* listed_ = nullptr;  // a grouping of choices that no kernel computes

@@ -29,7 +29,7 @@ constexpr int64_t kSentRows = 16;  // products of up to so many rows always send
 const std::vector<int64_t> kColumnsOfOneGpu = {64, 576, 1024};
 const std::vector<int64_t> kColumns = {64, 576, 4096, 8192, 12288};
 
-// Columns and k of the layers of Llama 3 8B and 70B, halved: output projection, then down.
+// Columns and k of the layers of Llama 3 8B and 70B, halved: output projections, then down.
 const std::vector<std::pair<int64_t, int64_t>> kTimedLayers = {
     {4096, 2048}, {4096, 7168}, {8192, 4096}, {8192, 14336}};
 
@@ -42,8 +42,8 @@ __global__ void Wait(int64_t clocks) {
 // A product of one device, with weights for each round.
 class Product {
  public:
-  Product(int device, const QuantizedMatmul& problem, const Inboxes& inboxes, int rounds,
-          uint64_t seed)
+  Product(int device, const QuantizedMatmul& problem, bool holds_next, const Inboxes& inboxes,
+          int rounds, uint64_t seed)
       : problem_(problem), data_(problem, {}, rounds, seed) {
     PlannedProduct product = {problem, {}};
     int number = 0;
@@ -55,25 +55,24 @@ class Product {
     Ways typical(nullptr);
     const Room room = {product.buffers.workspace, data_.workspace_bytes()};
     PlanProducts({product}, {&DeviceInfo(device), nullptr}, room, &typical, &steps);
+    is_stream_ = steps.size() == 1 && CanHoldNext(steps[0]);
+    if (!is_stream_) return;
     Check(LoadSteps(steps, DeviceInfo(device), &plain_), "LoadSteps");
-    can_send_ = steps.size() == 1 && CanSend(steps[0]);
-    if (!can_send_) return;
     steps[0].problem.divided = true;
-    steps[0].holds_next = inboxes.parts > 1;
+    steps[0].holds_next = holds_next;
     steps[0].inboxes = inboxes;
     Check(LoadSteps(steps, DeviceInfo(device), &sending_), "LoadSteps");
   }
 
-  bool can_send() const { return can_send_; }
+  // Whether it is one launch of qmm_sm90_stream.
+  bool is_stream() const { return is_stream_; }
   const void* out() const { return data_.buffers(0).out; }
 
-  void Run(int round, cudaStream_t stream) const {
-    Run(can_send_ ? sending_ : plain_, round, stream);
-  }
+  void Run(int round, cudaStream_t stream) const { Run(*sending_[0], round, stream); }
 
   // The result, which is not sent.
   std::vector<float> Result(int round, cudaStream_t stream) const {
-    Run(plain_, round, stream);
+    Run(*plain_[0], round, stream);
     std::vector<float> result(problem_.m * problem_.n);
     Check(cudaMemcpyAsync(result.data(), data_.buffers(round).out, result.size() * 4,
                           cudaMemcpyDeviceToHost, stream),
@@ -83,21 +82,19 @@ class Product {
   }
 
  private:
-  using Steps = std::vector<std::unique_ptr<const LoadedStep>>;
-
-  void Run(const Steps& steps, int round, cudaStream_t stream) const {
+  void Run(const LoadedStep& step, int round, cudaStream_t stream) const {
     const Buffers buffers = data_.buffers(round);
     std::vector<void*> pointers;
 #define JAXLOWBIT_BUFFER(type, name) \
   pointers.push_back(const_cast<void*>(static_cast<const void*>(buffers.name)));
 #include "cuda/buffers.def"
-    for (const auto& step : steps) Check(step->Run(pointers.data(), stream), "product");
+    Check(step.Run(pointers.data(), stream), "product");
   }
 
   const QuantizedMatmul problem_;
   const DeviceProblem data_;
-  bool can_send_ = false;
-  Steps plain_, sending_;
+  bool is_stream_ = false;
+  std::vector<std::unique_ptr<const LoadedStep>> plain_, sending_;
 };
 
 QuantizedMatmul ProblemOf(int64_t rows, int64_t n, int64_t k, ElementType out) {
@@ -153,8 +150,8 @@ class Member {
         exchange_(exchange),
         layer_(layer),
         before_(device, ProblemOf(layer.rows, layer.k, layer.columns, ElementType::kBf16),
-                Inboxes(), layer.rounds, 100 + exchange.rank),
-        adds_(device, ProblemOf(layer.rows, layer.columns, layer.k, ElementType::kF32),
+                layer.sends, {}, layer.rounds, 100 + exchange.rank),
+        adds_(device, ProblemOf(layer.rows, layer.columns, layer.k, ElementType::kF32), false,
               layer.sends ? static_cast<const Inboxes&>(exchange) : Inboxes(), layer.rounds,
               1 + exchange.rank),
         x_(layer.rows * layer.columns * 2),
@@ -183,7 +180,7 @@ class Member {
     cudaStreamDestroy(stream_);
   }
 
-  bool can_send() const { return adds_.can_send(); }
+  bool can_send() const { return before_.is_stream() && adds_.is_stream(); }
 
   void Enqueue(int round, bool late) const {
     Use(device_);
