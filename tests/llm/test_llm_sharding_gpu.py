@@ -54,14 +54,11 @@ def test_float32_gives_the_tokens_of_one_device(mesh):
     assert [x.tokens for x in found] == [x.tokens for x in want]
 
 
-@pytest.mark.parametrize("batch", [1, 2, 32])
-def test_bfloat16_gives_the_tokens_of_one_device_but_for_rounding(batch, mesh):
+def check_tokens(two: LanguageModel, one: LanguageModel, prompts: list, which: set) -> None:
     """Each token's logit is the largest up to rounding, given the tokens before it."""
-    one = init(CONFIG, INT4, dtype=jnp.bfloat16)
-    two = shard(one, mesh)
-    results = generate(two, PROMPTS[:batch], max_new_tokens=40)
-    for i in {0, batch // 2, batch - 1}:
-        prompt, result = PROMPTS[i], results[i]
+    results = generate(two, prompts, max_new_tokens=40)
+    for i in which:
+        prompt, result = prompts[i], results[i]
         assert len(result.tokens) == 40
         tokens = [[*prompt, *result.tokens]]
         rows, others = logits(one.decoder, tokens)[0], logits(two.decoder, tokens)[0]
@@ -70,6 +67,20 @@ def test_bfloat16_gives_the_tokens_of_one_device_but_for_rounding(batch, mesh):
         rows = rows[len(prompt) - 1 : -1]
         drawn = rows[np.arange(len(rows)), result.tokens]
         assert (rows.max(axis=-1) - drawn).max() < 2 * slack
+
+
+@pytest.mark.parametrize("batch", [1, 2, 32])
+def test_bfloat16_gives_the_tokens_of_one_device_but_for_rounding(batch, mesh):
+    one = init(CONFIG, INT4, dtype=jnp.bfloat16)
+    check_tokens(shard(one, mesh), one, PROMPTS[:batch], {0, batch // 2, batch - 1})
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("format", ["uint4", "int8", "int3-g32-float", "nf4", "nvfp4", "mxfp8"])
+def test_formats_whose_kernels_are_compiled_here(format, dtype, mesh):
+    one = init(CONFIG, format, dtype=dtype)
+    for batch in (1, 16):
+        check_tokens(shard(one, mesh), one, PROMPTS[:batch], {0, batch - 1})
 
 
 @pytest.mark.parametrize("batch", [1, 16])
