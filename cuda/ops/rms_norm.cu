@@ -250,8 +250,9 @@ __global__ void __launch_bounds__(Bounds<kForm, kVectors, kParts>::kThreads,
   };
   if constexpr (kParts) {
     round = LoadFromSystem(RoundsOf(exchange, team.row, team.thread() / 32)) + 1;
+    const RowExchange exchanged(exchange, team.row, round, sent);  // loads before the count arrives
     if (!sent) count();
-    AddParts(RowExchange(exchange, team.row, round, sent), team, vectors, addends);
+    AddParts(exchanged, team, vectors, addends);
   }
   const auto finish = [&] {
     if (!sent) return;
