@@ -30,11 +30,15 @@ class StageFiller {
     StartTile(share_.slice_begin);
   }
 
-  // Loads every stage of every tile, in order. Weights and their indices do not depend on the previous kernel, so
-  // weights of the first stages are loaded before it ends.
+  // Loads every stage of every tile, in order, and lets the next kernel start. Weights and their indices do not depend on
+  // the previous kernel, so weights of the first stages are loaded before it ends.
   __device__ void FillAll() {
     const int filled = min(share_.stages, p_.plan.num_stages);
     const int early = min(filled, p_.prologue_stages);
+    if constexpr (I::kStartsNextLate) {
+      until_next_ = LoadsUntilNext(filled);
+      if (until_next_ == 0) LaunchDependents();
+    }
 #pragma unroll 1
     for (int stage = 0; stage < early; ++stage) FillWeights(stage, stage);
     WaitForPreviousKernels();
@@ -55,6 +59,7 @@ class StageFiller {
       if (!first) StartTile(slice);
       for (int stage = first ? filled : 0; stage < share_.stages; ++stage) {
         FillStage(stage, cursor);
+        if (I::kStartsNextLate && --until_next_ == 0) LaunchDependents();
       }
     }
   }
@@ -68,6 +73,15 @@ class StageFiller {
   }
 
  private:
+  // Stages to load after the first `filled` until the next kernel may start. Loads of the kernels behind delay this one's,
+  // but should have begun when this one's end. They begin two launches later, as this kernel loads its last ring and a half
+  // (docs/measurements/decode_step.md).
+  __device__ int LoadsUntilNext(int filled) const {
+    const int slices = share_.slice_end - share_.slice_begin, ring = p_.plan.num_stages;
+    const int tiles = (slices + p_.plan.tile_slices - 1) / p_.plan.tile_slices;
+    return max(0, share_.stages * tiles - filled - (ring + ring / 2));
+  }
+
   // The first strip of the weight at a position.
   __device__ int64_t FirstStrip(int position) const {
     return WeightAt(product_.index, product_.num_weights, position) * product_.n_blocks;
@@ -174,6 +188,7 @@ class StageFiller {
   const Memory memory_;
   const uint64_t policy_;
   const int lane_;
+  int until_next_ = 0;
   int64_t first_strip_, up_strip_;  // of the weight, or of the gate; of up
   // Bytes of this tile per stage: packed weights per atom, scales and zeros per group.
   int packed_bytes_, group_bytes_;

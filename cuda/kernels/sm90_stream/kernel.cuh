@@ -290,7 +290,7 @@ __global__ void __launch_bounds__(ThreadsOf(I::kRagged), I::kCtasPerSm)
   const auto synchronize = [&] {
     __syncthreads();  // barriers exist
     ArriveAtCluster();
-    if (!I::kDivided || !p.holds_next) LaunchDependents();
+    if (!I::kStartsNextLate && (!I::kDivided || !p.holds_next)) LaunchDependents();
   };
   if constexpr (kForSanitizer) {  // all threads at one instruction
     if (warp == 0) InitBarriers<I>(p.plan, memory);

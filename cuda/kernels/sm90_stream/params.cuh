@@ -54,6 +54,8 @@ struct Instance {
   static constexpr int kSliceBytes = kAtomBytes<kBits> / kSlicesPerStrip;
   static constexpr bool kWholeStrips = HasWholeStrips(kBits);
   static constexpr bool kRagged = false, kListed = false, kDivided = false;
+  // Whether the next kernel starts when most stages are loaded, rather than at once.
+  static constexpr bool kStartsNextLate = kM == 8;
 };
 
 // The instance of a ragged product (device/schedule/ragged.cuh).
@@ -67,12 +69,14 @@ struct RaggedInstance : Dense {
 template <class Dense>
 struct ListedInstance : Dense {
   static constexpr bool kListed = true;
+  static constexpr bool kStartsNextLate = false;
 };
 
 // The instance of a product that several devices compute: it may send its result and hold the next kernel.
 template <class Dense>
 struct DividedInstance : Dense {
   static constexpr bool kDivided = true;
+  static constexpr bool kStartsNextLate = false;
 };
 
 template <class I>
