@@ -75,13 +75,11 @@ class StageFiller {
  private:
   // Stages to load after the first `filled` until the next kernel may start. Loads of the kernels behind delay this one's,
   // but should have begun when this one's end. They begin two launches later, as this kernel loads its last ring and a half
-  // (docs/measurements/decode_step.md). CTAs of long products end further apart, so the next kernel starts with five eighths
-  // of the stages left to multiply.
+  // (docs/measurements/decode_step.md).
   __device__ int LoadsUntilNext(int filled) const {
     const int slices = share_.slice_end - share_.slice_begin, ring = p_.plan.num_stages;
     const int tiles = (slices + p_.plan.tile_slices - 1) / p_.plan.tile_slices;
-    const int total = share_.stages * tiles, left = max(ring + ring / 2, total * 5 / 8 - ring);
-    return max(0, total - filled - left);
+    return max(0, share_.stages * tiles - filled - (ring + ring / 2));
   }
 
   // The first strip of the weight at a position.
