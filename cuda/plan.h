@@ -38,8 +38,6 @@ struct PlannedStep {
   // inboxes of several devices instead of being written.
   bool holds_next = false;
   Inboxes inboxes = {};
-  bool follows_short =
-      false;  // the product before in a chain has few weights, so that memory is idle meanwhile
 
   Address from = {}, to = {};
   int64_t bytes = 0;

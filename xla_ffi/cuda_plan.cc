@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "cuda/kernels/loaded.h"
-#include "cuda/kernels/sm90_stream/plan.h"
 #include "cuda/limits.h"
 #include "cuda/ops/attend.h"
 #include "cuda/ops/exchange.h"
@@ -439,16 +438,8 @@ class Sequence {
     const std::string what = Describe(products[0].problem, ordinal(), products.size() - 1);
     const std::string error = PlanProducts(std::move(products), target_, room_, &ways_, &plan);
     if (!error.empty()) return InvalidArgument(error);
-    for (PlannedStep& launch : plan) launch.follows_short = std::exchange(short_, IsShort(launch));
     Divide(step, &plan);
     return Load(plan, "launching ", what);
-  }
-
-  // Whether a launch has fewer weights than fit a ring of stages on each multiprocessor.
-  bool IsShort(const PlannedStep& launch) const {
-    const QuantizedMatmul& p = launch.problem;
-    return p.bits * p.n * p.k * p.weights_per_element() / 8 <=
-           int64_t{sm90_stream::kMaxPackedBytes} * target_.device->num_sms;
   }
 
   // Before an exchange, lets a product hold the next kernel until the last exchange has ended; and send its result, if the
@@ -649,7 +640,6 @@ class Sequence {
   int64_t sent_ = 0;  // place of the last product's result, if it is sent to devices
   bool settled_;      // the next kernel starts after the last exchange has ended
   float epsilon_ = 0;
-  bool short_ = false;            // the last product
   bool started_;                  // a kernel of the handler has been launched
   const Step* listed_ = nullptr;  // a grouping of choices that no kernel computes
   std::vector<std::pair<int64_t, Address>> moved_;

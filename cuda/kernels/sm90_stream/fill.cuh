@@ -35,15 +35,12 @@ class StageFiller {
   __device__ void FillAll() {
     const int filled = min(share_.stages, p_.plan.num_stages);
     const int early = min(filled, p_.prologue_stages);
-    until_next_ = p_.loads_until_next;
-    if (I::kStartsNextLate && until_next_ == 0) LaunchDependents();
+    if constexpr (I::kStartsNextLate) {
+      until_next_ = LoadsUntilNext(filled);
+      if (until_next_ == 0) LaunchDependents();
+    }
 #pragma unroll 1
     for (int stage = 0; stage < early; ++stage) FillWeights(stage, stage);
-    if constexpr (I::kStartsNextLate) {
-      const int end = min(share_.stages, early + p_.prefetched_stages);
-#pragma unroll 1
-      for (int stage = early; stage < end; ++stage) PrefetchWeights(stage);
-    }
     WaitForPreviousKernels();
     if (I::kDivided && p_.holds_next) LaunchDependents();
     for (int stage = 0; stage < filled; ++stage) {
@@ -76,6 +73,15 @@ class StageFiller {
   }
 
  private:
+  // Stages to load after the first `filled` until the next kernel may start. Loads of the kernels behind delay this one's,
+  // but should have begun when this one's end. They begin two launches later, as this kernel loads its last ring and a half
+  // (docs/measurements/decode_step.md).
+  __device__ int LoadsUntilNext(int filled) const {
+    const int slices = share_.slice_end - share_.slice_begin, ring = p_.plan.num_stages;
+    const int tiles = (slices + p_.plan.tile_slices - 1) / p_.plan.tile_slices;
+    return max(0, share_.stages * tiles - filled - (ring + ring / 2));
+  }
+
   // The first strip of the weight at a position.
   __device__ int64_t FirstStrip(int position) const {
     return WeightAt(product_.index, product_.num_weights, position) * product_.n_blocks;
@@ -124,18 +130,6 @@ class StageFiller {
               StripAt(strip + own) * p_.groups * bytes_;
     target_ = plan.bytes.lhs + plan.bytes.packed + (zero ? plan.bytes.scales : 0) +
               own * plan.stage_groups * bytes_;
-  }
-
-  // Starts loading this lane's packed weights of a stage of the first tile to L2.
-  __device__ void PrefetchWeights(int stage) const {
-    const int first = share_.atom_begin + (stage << p_.plan.stage_shift);
-    const int atoms = min(p_.plan.stage_atoms, share_.atom_end - first);
-    const int bytes = kind_ == Kind::kStrip                   ? bytes_ * atoms
-                      : kind_ == Kind::kAtom && atom_ < atoms ? bytes_
-                                                              : 0;
-    if (bytes > 0) {
-      PrefetchToL2(source_ + (int64_t{stage} << p_.plan.stage_shift) * kAtomBytes<I::kBits>, bytes);
-    }
   }
 
   __device__ void FillWeights(int stage, int slot) const {

@@ -73,17 +73,6 @@ Params ParamsOf(const QuantizedMatmul& problem, const Addresses& buffers, const 
   return p;
 }
 
-// Loads of the kernels behind delay this one's, but should have begun when this one's end. They begin two launches later,
-// as this kernel loads its last ring and a half (docs/measurements/decode_step.md).
-int LoadsUntilNext(const Plan& plan) {
-  const int tiles = static_cast<int>(CeilDiv(plan.slices, plan.tile_slices));
-  const int loads = (plan.stages >> plan.cluster_shift) * tiles, ring = plan.num_stages;
-  return std::max(0, loads - ring - (ring + ring / 2));
-}
-
-// Stages that are prefetched while memory is idle.
-constexpr int kPrefetchedStages = 8;
-
 // Makes room for the table of groups behind the stages.
 void AddGroupTable(const QuantizedMatmul& problem, int limit, Plan* plan) {
   const auto bytes = [&] {
@@ -121,8 +110,6 @@ class StreamLaunch final : public KernelLaunch {
     params_.holds_next = step.holds_next;
     params_.sends = step.inboxes.parts > 1;
     params_.inboxes = step.inboxes;
-    params_.loads_until_next = LoadsUntilNext(params_.plan);
-    params_.prefetched_stages = step.follows_short ? kPrefetchedStages : 0;
     int64_t clusters = AssignClusters(step.products, choice.slices, params_);
     int64_t batch = problem.batch;
     if (persistent_) {

@@ -132,11 +132,9 @@ struct Params {
   int group_shift;  // a group is 2^group_shift steps of k
   bool to_float8;   // for a kernel that rounds lhs: to values of e4m3, not of int8
   UnitParams units[kMaxProducts];
-  int loads_until_next;   // stages to load after the first ring until the next kernel may start
-  int prefetched_stages;  // loaded to L2 after the first ring
-  RaggedParams ragged;    // for a RaggedInstance
-  ListedParams listed;    // for a ListedInstance
-  Inboxes inboxes;        // for a DividedInstance
+  RaggedParams ragged;  // for a RaggedInstance
+  ListedParams listed;  // for a ListedInstance
+  Inboxes inboxes;      // for a DividedInstance
 };
 
 // Synchronizes the consumers.
