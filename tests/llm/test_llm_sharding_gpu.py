@@ -1,6 +1,7 @@
 """A language model on two GPUs; `test_llm_sharding.py` covers all architectures on the CPU."""
 
 import collections
+import itertools
 import re
 from typing import Any
 
@@ -75,8 +76,14 @@ def test_bfloat16_gives_the_tokens_of_one_device_but_for_rounding(batch, mesh):
     check_tokens(shard(one, mesh), one, PROMPTS[:batch], {0, batch // 2, batch - 1})
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("format", ["uint4", "int8", "int3-g32-float", "nf4", "nvfp4", "mxfp8"])
+@pytest.mark.parametrize(
+    ("format", "dtype"),
+    zip(
+        ["uint4", "int8", "int3-g32-float", "nf4", "nvfp4", "mxfp8"],
+        itertools.cycle(["bfloat16", "float16"]),
+        strict=False,
+    ),
+)
 def test_formats_whose_kernels_are_compiled_here(format, dtype, mesh):
     one = init(CONFIG, format, dtype=dtype)
     for batch in (1, 16):

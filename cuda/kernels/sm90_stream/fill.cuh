@@ -35,10 +35,8 @@ class StageFiller {
   __device__ void FillAll() {
     const int filled = min(share_.stages, p_.plan.num_stages);
     const int early = min(filled, p_.prologue_stages);
-    if constexpr (I::kStartsNextLate) {
-      until_next_ = LoadsUntilNext(filled);
-      if (until_next_ == 0) LaunchDependents();
-    }
+    until_next_ = p_.loads_until_next;
+    if (I::kStartsNextLate && until_next_ == 0) LaunchDependents();
 #pragma unroll 1
     for (int stage = 0; stage < early; ++stage) FillWeights(stage, stage);
     WaitForPreviousKernels();
@@ -73,15 +71,6 @@ class StageFiller {
   }
 
  private:
-  // Stages to load after the first `filled` until the next kernel may start. Loads of the kernels behind delay this one's,
-  // but should have begun when this one's end. They begin two launches later, as this kernel loads its last ring and a half
-  // (docs/measurements/decode_step.md).
-  __device__ int LoadsUntilNext(int filled) const {
-    const int slices = share_.slice_end - share_.slice_begin, ring = p_.plan.num_stages;
-    const int tiles = (slices + p_.plan.tile_slices - 1) / p_.plan.tile_slices;
-    return max(0, share_.stages * tiles - filled - (ring + ring / 2));
-  }
-
   // The first strip of the weight at a position.
   __device__ int64_t FirstStrip(int position) const {
     return WeightAt(product_.index, product_.num_weights, position) * product_.n_blocks;

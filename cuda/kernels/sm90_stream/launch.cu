@@ -73,6 +73,14 @@ Params ParamsOf(const QuantizedMatmul& problem, const Addresses& buffers, const 
   return p;
 }
 
+// Loads of the kernels behind delay this one's, but should have begun when this one's end. They begin two launches later,
+// as this kernel loads its last ring and a half (docs/measurements/decode_step.md).
+int LoadsUntilNext(const Plan& plan) {
+  const int tiles = static_cast<int>(CeilDiv(plan.slices, plan.tile_slices));
+  const int stages = plan.stages >> plan.cluster_shift, ring = plan.num_stages;
+  return std::max(0, stages * tiles - std::min(stages, ring) - (ring + ring / 2));
+}
+
 // Makes room for the table of groups behind the stages.
 void AddGroupTable(const QuantizedMatmul& problem, int limit, Plan* plan) {
   const auto bytes = [&] {
@@ -105,19 +113,18 @@ class StreamLaunch final : public KernelLaunch {
     const QuantizedMatmul& problem = step.problem;
     const Choice& choice = step.choice;
     const QuantizedMatmul blocks = BlocksOf(problem, choice.block_m);
-    params_ =
-        ParamsOf(blocks, step.products.front().buffers, choice, CtasPerSm(blocks, device, choice));
+    const int ctas_per_sm = CtasPerSm(blocks, device, choice);
+    const int resident = device.clusters[ctas_per_sm][cluster_ctas_];
+    params_ = ParamsOf(blocks, step.products.front().buffers, choice, ctas_per_sm);
     params_.holds_next = step.holds_next;
     params_.sends = step.inboxes.parts > 1;
     params_.inboxes = step.inboxes;
     int64_t clusters = AssignClusters(step.products, choice.slices, params_);
     int64_t batch = problem.batch;
     if (persistent_) {
-      const int ctas_per_sm = CtasPerSm(blocks, device, choice);
       params_.ragged = RaggedOf(problem, choice.block_m, clusters);
       AddGroupTable(problem, Sm90SharedBytes(ctas_per_sm), &params_.plan);
-      clusters = std::min<int64_t>(clusters * MaxBlocks(problem, choice.block_m),
-                                   device.clusters[ctas_per_sm][cluster_ctas_]);
+      clusters = std::min<int64_t>(clusters * MaxBlocks(problem, choice.block_m), resident);
       batch = 1;
     } else if (problem.is_ragged()) {
       params_.listed = ListedOf(problem);
@@ -125,6 +132,8 @@ class StreamLaunch final : public KernelLaunch {
       // All loads depend on the list or the sizes, which come from the previous kernel.
       if (params_.listed.waits) params_.prologue_stages = 2;
     }
+    // With several waves, the next kernel starts on the places that the last one leaves free.
+    if (clusters * batch <= resident) params_.loads_until_next = LoadsUntilNext(params_.plan);
     grid_ = dim3(static_cast<unsigned>(clusters * cluster_ctas_), static_cast<unsigned>(batch));
     lhs_ = ShapeOfMatrix(problem.lhs, problem.batch * problem.lhs_rows(), problem.k,
                          params_.plan.lhs_rows, params_.plan.stage_atoms);

@@ -54,7 +54,7 @@ struct Instance {
   static constexpr int kSliceBytes = kAtomBytes<kBits> / kSlicesPerStrip;
   static constexpr bool kWholeStrips = HasWholeStrips(kBits);
   static constexpr bool kRagged = false, kListed = false, kDivided = false;
-  // Whether the next kernel starts when most stages are loaded, rather than at once.
+  // Whether the next kernel may start only after some loads (Params::loads_until_next), rather than at once.
   static constexpr bool kStartsNextLate = kM == 8;
 };
 
@@ -132,9 +132,10 @@ struct Params {
   int group_shift;  // a group is 2^group_shift steps of k
   bool to_float8;   // for a kernel that rounds lhs: to values of e4m3, not of int8
   UnitParams units[kMaxProducts];
-  RaggedParams ragged;  // for a RaggedInstance
-  ListedParams listed;  // for a ListedInstance
-  Inboxes inboxes;      // for a DividedInstance
+  int loads_until_next;  // stages to load after the first ring until the next kernel may start
+  RaggedParams ragged;   // for a RaggedInstance
+  ListedParams listed;   // for a ListedInstance
+  Inboxes inboxes;       // for a DividedInstance
 };
 
 // Synchronizes the consumers.
