@@ -76,12 +76,11 @@ def test_this_machine():
 
 
 @pytest.mark.parametrize(("cores", "said"), [({"core_count": 20}, 20), ({}, 132)])
-def test_a_gpu_that_jax_sees(monkeypatch, cores, said):
+def test_a_gpu_that_jax_sees(cuda, monkeypatch, cores, said):
     """A fake CUDA device of JAX; without a core count, `explain` assumes an H200."""
     device = types.SimpleNamespace(
         platform="gpu", device_kind="NVIDIA GPU", compute_capability="8.6", **cores
     )
-    monkeypatch.setattr(extension, "UNAVAILABLE", {"cpu": None, "cuda": None})
     text = explain(like(1, K), weight(), device=device)
     assert f"the {said} multiprocessors of NVIDIA GPU" in text
     monkeypatch.setattr(extension, "UNAVAILABLE", {"cpu": None, "cuda": "no kernels were built"})

@@ -205,13 +205,6 @@ ROUNDED, PRODUCT = ["rounded_activations"], ["quantized_matmul"]
 
 
 @pytest.fixture
-def cuda(monkeypatch):
-    """Allows lowering for CUDA in builds without CUDA kernels."""
-    monkeypatch.setattr(extension, "UNAVAILABLE", {"cpu": None, "cuda": None})
-    monkeypatch.setattr(extension, "no_compiler", lambda what: None)
-
-
-@pytest.fixture
 def hopper(cuda, monkeypatch):
     """Lowers as if for Hopper GPUs."""
     monkeypatch.setattr(Target, "is_only", lambda *_: True)

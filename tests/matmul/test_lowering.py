@@ -22,13 +22,6 @@ K, N, LAYERS = 128, 192, 4
 FOUR = Format(4, 32)
 
 
-@pytest.fixture
-def cuda(monkeypatch):
-    """Allows lowering for CUDA in builds without CUDA kernels."""
-    monkeypatch.setattr(extension, "UNAVAILABLE", {"cpu": None, "cuda": None})
-    monkeypatch.setattr(extension, "no_compiler", lambda what: None)
-
-
 def like(*shape, dtype="bfloat16"):
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
