@@ -410,13 +410,6 @@ def test_unknown_backend(matrix):
         quantized_matmul(LHS, matrix, backend="tpu")  # pyright: ignore[reportArgumentType]
 
 
-@pytest.fixture
-def available(monkeypatch):
-    """Pretends that this build has the custom calls of every platform."""
-    monkeypatch.setattr(extension, "UNAVAILABLE", {"cpu": None, "cuda": None})
-    monkeypatch.setattr(extension, "no_compiler", lambda what: None)
-
-
 @pytest.mark.parametrize(
     ("backend", "format", "dtype", "reason"),
     [
@@ -424,7 +417,7 @@ def available(monkeypatch):
         ("cuda", FOUR.replace(zero="float"), "float32", "with float32 lhs the kernels"),
     ],
 )
-def test_backend_that_cannot(available, weight, backend, format, dtype, reason):
+def test_backend_that_cannot(cuda, weight, backend, format, dtype, reason):
     rhs, lhs = quantize(weight[0], format), LHS.astype(jnp.dtype(dtype))
     message = f"backend '{backend}' cannot compute this product: {reason}.*Use backend=None"
     with refuses(message):
@@ -442,7 +435,7 @@ def test_build_without_cuda(monkeypatch, matrix):
         quantized_matmul(LHS.astype(jnp.bfloat16), matrix, backend="cuda")
 
 
-def test_backend_of_another_platform(available, matrix):
+def test_backend_of_another_platform(cuda, matrix):
     other = "cuda" if PLATFORM == "cpu" else "cpu"
     lhs = jnp.asarray(LHS.astype(jnp.bfloat16))
     with refuses(f"backend='{other}', but this program is compiled for {PLATFORM}; use backend="):

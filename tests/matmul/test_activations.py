@@ -306,12 +306,11 @@ def test_a_mesh_that_divides_k_rounds_whole_tokens(hopper):
 # --- the bound of int32 ---------------------------------------------------------------------------
 
 
-def test_sums_of_8_bit_products_stay_in_int32(monkeypatch):
+def test_sums_of_8_bit_products_stay_in_int32(cuda, monkeypatch):
     """Larger K is multiplied in bfloat16, including on Hopper."""
     most = extension.ffi.MAX_K_OF_8_BITS
     assert 128 * 128 * most < 2**31 <= 128 * 128 * (most + 1)
     monkeypatch.setattr(quantized_lhs, "unread", lambda *_: None)
-    monkeypatch.setattr(extension, "no_compiler", lambda what: None)
     call, hopper = quantized_lhs.Scaled(None, Options()), Target("cuda", frozenset({90}))
     found = []
     for k in (most, most + 1):

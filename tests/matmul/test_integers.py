@@ -207,9 +207,8 @@ def test_exported_programs():
 HOPPER = Target("cuda", frozenset({90}))
 
 
-def test_products_supported_by_the_hopper_call(monkeypatch):
+def test_products_supported_by_the_hopper_call(cuda, monkeypatch):
     monkeypatch.setattr(quantized_lhs, "unread", lambda *_: None)
-    monkeypatch.setattr(extension, "no_compiler", lambda what: None)
     sums = module.IntegerSums(None, Options())
 
     def takes(format: Format, m: Any = 1, k: int = 512, stack: tuple[int, ...] = ()) -> bool:

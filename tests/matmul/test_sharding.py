@@ -23,7 +23,6 @@ from meshes import (
 
 import jaxlowbit
 from jaxlowbit import Format, QuantizedArray, quantized_matmul
-from jaxlowbit._backends import extension
 
 P = jax.P
 EIGHT, FOUR, THREE = Format(8), Format(4, 64, "integer"), Format(3, 48, "float")
@@ -355,8 +354,7 @@ def test_shards_divide_the_matrix():
 # --- programs for other machines ------------------------------------------------------------------
 
 
-def test_programs_for_cuda_are_divided_too(mesh, monkeypatch):
-    monkeypatch.setattr(extension, "UNAVAILABLE", {"cpu": None, "cuda": None})
+def test_programs_for_cuda_are_divided_too(mesh, cuda):
     lhs, rhs = arrays(256, 256, FOUR, dtype="bfloat16")
     q = put(rhs, mesh, rhs.partition_spec(mesh, k="b"))
     program = jax.jit(lambda x, q: x @ q).trace(lhs, q).lower(lowering_platforms=("cuda",))
