@@ -444,7 +444,7 @@ def resident_bytes() -> int:
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs can be lowered for CUDA, as by a build for all GPUs, whatever this one has."""
+    """Lets this build lower programs for CUDA as if it had kernels for all GPUs."""
     from jaxlowbit._backends import extension
 
     architectures = "80-real 90a-real 100-real 120-real"
