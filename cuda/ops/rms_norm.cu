@@ -14,6 +14,7 @@
 #include <algorithm>
 
 #include "cuda/device/cluster.cuh"
+#include "cuda/device/pair.cuh"
 #include "cuda/device/pdl.cuh"
 #include "cuda/extents.h"
 #include "cuda/kernels/launch_config.h"
@@ -206,8 +207,8 @@ struct Bounds {
   static constexpr int kThreads = kSpread ? kMaxSpreadThreads : kMaxThreads;
   // An SM has registers for two CTAs of a product, at 96 a thread, and a spread CTA of 128 threads, at 80.
   static constexpr int kCtas = kSpread ? (kVectors == 1 ? 3 : 2) : kForm == Form::kFloats ? 0 : 1;
-  // Whether x and the scales are loaded before the exchange; a thread of 1024 has too few registers.
-  static constexpr bool kLoadsEarly = kSpread;
+  // Whether x and the scales are loaded with the addend; with an exchange, a thread of 1024 has too few registers.
+  static constexpr bool kLoadsEarly = kSpread || !kParts;
 };
 
 // kVectors: vectors per thread. kAligned: all buffers are 16-byte aligned. kParts: the addend is a partial sum.
@@ -231,7 +232,7 @@ __global__ void __launch_bounds__(Bounds<kForm, kVectors, kParts>::kThreads,
         scales[i] = LoadFloats<kAligned, T>(scale, wide_scale, at);
     }
   };
-  if constexpr (kLoadsEarly || !kParts) load_scales();
+  if constexpr (kLoadsEarly) load_scales();
   const bool sent = kParts && kProductsSend && was_sent;
   if (!sent) WaitForPreviousKernels();
   Vector<float> addends[kVectors];
@@ -240,8 +241,8 @@ __global__ void __launch_bounds__(Bounds<kForm, kVectors, kParts>::kThreads,
   for (int i = 0; i < kVectors; ++i) {
     const int at = i * team.threads() + team.thread();
     if (at >= vectors) break;
-    if (!sent) addends[i] = LoadFloats<kAligned, T>(addend, wide_addend, row + at);
     if constexpr (kLoadsEarly) sums[i] = LoadFromL2<kAligned>(x, row + at);
+    if (!sent) addends[i] = LoadFloats<kAligned, T>(addend, wide_addend, row + at);
   }
   uint32_t round = 0;
   const auto count = [&] {
@@ -259,7 +260,7 @@ __global__ void __launch_bounds__(Bounds<kForm, kVectors, kParts>::kThreads,
     WaitForPreviousKernels();  // the product, which reads the count too
     count();
   };
-  if constexpr (!kLoadsEarly && kParts) load_scales();
+  if constexpr (!kLoadsEarly) load_scales();
   float squares = 0;
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
@@ -267,10 +268,14 @@ __global__ void __launch_bounds__(Bounds<kForm, kVectors, kParts>::kThreads,
     if (at >= vectors) break;
     if constexpr (!kLoadsEarly) sums[i] = Load<kAligned>(x, row + at);
 #pragma unroll
-    for (int j = 0; j < kElements; ++j) {
-      sums[i].at[j] =
-          T(static_cast<float>(sums[i].at[j]) + static_cast<float>(T(addends[i].at[j])));
-      squares += static_cast<float>(sums[i].at[j]) * static_cast<float>(sums[i].at[j]);
+    for (int j = 0; j < kElements; j += 2) {
+      // Rounded in pairs: a single conversion takes eight times as long.
+      uint32_t& pair = reinterpret_cast<uint32_t&>(sums[i].at[j]);
+      const uint32_t other = Pair<T>::Round(addends[i].at[j], addends[i].at[j + 1]);
+      pair = Pair<T>::Round(Pair<T>::Low(pair) + Pair<T>::Low(other),
+                            Pair<T>::High(pair) + Pair<T>::High(other));
+      squares += Pair<T>::Low(pair) * Pair<T>::Low(pair);
+      squares += Pair<T>::High(pair) * Pair<T>::High(pair);
     }
     Store<kAligned>(sums[i], sum, row + at);
   }
