@@ -5,6 +5,8 @@
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-griddepcontrol
 #pragma once
 
+#include <cstdint>
+
 namespace jaxlowbit {
 
 // Lets the next kernel start once every CTA has called this or ended. Makes no writes visible.
@@ -19,6 +21,26 @@ __device__ inline void WaitForPreviousKernels() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;\n" ::: "memory");
 #endif
+}
+
+// Waits likewise, when `ready` is known: ptxas computes behind the wait what is only used there, and each instruction
+// behind it delays all later kernels. Both branches wait.
+__device__ inline void WaitForPreviousKernels([[maybe_unused]] uint32_t ready) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n"
+      ".reg .pred nonzero;\n"
+      "setp.ne.u32 nonzero, %0, 0;\n"
+      "@nonzero griddepcontrol.wait;\n"
+      "@!nonzero griddepcontrol.wait;\n"
+      "}\n" ::"r"(ready)
+      : "memory");
+#endif
+}
+
+// For `ready`: depends on an address.
+__device__ inline uint32_t LowWord(const void* address) {
+  return static_cast<uint32_t>(reinterpret_cast<uint64_t>(address));
 }
 
 }  // namespace jaxlowbit

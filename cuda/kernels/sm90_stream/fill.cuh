@@ -39,10 +39,21 @@ class StageFiller {
     if (I::kStartsNextLate && until_next_ == 0) LaunchDependents();
 #pragma unroll 1
     for (int stage = 0; stage < early; ++stage) FillWeights(stage, stage);
-    WaitForPreviousKernels();
+    // Addresses of activations: after the wait, each instruction delays the first mma.
+    uint32_t slot = Opaque(memory_.stage(p_.plan, 0)), barrier = Opaque(memory_.full(0));
+    int row = Opaque(LhsRow<I>(p_, share_)), atom = Opaque(share_.atom_begin);
+    const int slot_bytes = Opaque(p_.plan.slot_bytes), atoms = Opaque(p_.plan.stage_atoms);
+    WaitForPreviousKernels(slot ^ barrier ^ row ^ atom ^ slot_bytes ^ atoms);
     if (I::kDivided && p_.holds_next) LaunchDependents();
-    for (int stage = 0; stage < filled; ++stage) {
-      if (stage >= early) FillWeights(stage, stage);
+    if (I::kLhsPath == LhsPath::kStages && lane_ == 0) {
+#pragma unroll 1
+      for (int stage = 0; stage < early; ++stage) {
+        TmaLoad(slot, &p_.lhs, 0, row, atom, barrier);
+        slot += slot_bytes, barrier += kBarrierBytes, atom += atoms;
+      }
+    }
+    for (int stage = early; stage < filled; ++stage) {
+      FillWeights(stage, stage);
       FillLhs(stage, stage);
     }
     const bool all_used = filled == p_.plan.num_stages;

@@ -108,6 +108,29 @@ struct Consumer {
     return RaggedShareOf(p, memory.LoadTile(number));
   }
 
+  // Where this warp's partial sums of a tile of `slices` slices go.
+  struct Sending {
+    typename ClusterReducer<I>::Destination of[kSlicesPerWarp];
+    int count;  // of slices
+
+    // Keeps the values in registers.
+    __device__ void Pin() {
+      count = Opaque(count);
+#pragma unroll
+      for (auto& to : of) to = {Opaque(to.fragment), Opaque(to.barrier)};
+    }
+  };
+  __device__ Sending SendingOf(const ClusterReducer<I>& reducer, int slices) const {
+    const Place own = OwnPlace(p);
+    Sending sending;
+    sending.count = own.part < p.plan.warps_k ? slices - own.slice : 0;
+#pragma unroll
+    for (int i = 0; i < kSlicesPerWarp; ++i) {
+      sending.of[i] = reducer.DestinationOf(own.slice + i, own.part);
+    }
+    return sending;
+  }
+
   // Multiplies a tile, and sends partial sums to their owners. `gathered_end`: of activations that are not in stages.
   __device__ void MultiplyAndSend(const Share& share, int tile, int slices,
                                   const ClusterReducer<I>& reducer, uint32_t gathered_end) {
@@ -115,6 +138,13 @@ struct Consumer {
     const bool active = own.slice < slices && own.part < p.plan.warps_k;
     if (threadIdx.x == 0) reducer.Expect(slices);
     multiplier.StartTile(tile, own.slice, slices);
+    // After the loop, each instruction delays the next kernel; with more rows there are no registers left.
+    constexpr bool kEarly = I::kTiles == 1;
+    Sending sending = {};
+    if constexpr (kEarly) {
+      sending = SendingOf(reducer, slices);
+      sending.Pin();
+    }
     Accumulators<I> acc = {};
     for (int left = share.atom_end - share.atom_begin; left > 0; left -= stage_atoms) {
       Wait(memory.full(cursor.slot), cursor.parity);
@@ -129,10 +159,10 @@ struct Consumer {
       if (p.m == 1) StageMultiplier<I>::SumColumns(acc);
     }
     reducer.WaitUntilFree();
-    const Place sent = OwnPlace(p);
+    if constexpr (!kEarly) sending = SendingOf(reducer, slices);
 #pragma unroll
     for (int i = 0; i < kSlicesPerWarp; ++i) {
-      if (active && sent.slice + i < slices) reducer.Send(sent.slice + i, sent.part, acc[i]);
+      if (i < sending.count) reducer.Send(sending.of[i], acc[i]);
     }
   }
 };
@@ -147,14 +177,13 @@ __device__ void Consume(const Params& p, const Share& share, Memory memory) {
     const int atoms = share.atom_end - share.atom_begin;
     gathered_end = Opaque(memory.base + p.plan.gathered + atoms * consumer.multiplier.LhsBytes());
   }
+  if constexpr (I::kLhsPath != LhsPath::kRounds) WaitForArrivals();  // all CTAs have barriers
   int number = 0;
   for (int tile = share.slice_begin; tile < share.slice_end; tile += p.plan.tile_slices) {
     const int slices = min(p.plan.tile_slices, share.slice_end - tile);
     const ClusterReducer<I> reducer(p, share, memory, number);
     consumer.MultiplyAndSend(share, tile, slices, reducer, gathered_end);
-    const auto first = reducer.LoadFirst(tile, slices);
-    reducer.WaitUntilSent();
-    reducer.Collect(tile, slices, first);
+    reducer.Collect(tile, slices);
     if (tile + p.plan.tile_slices < share.slice_end) reducer.Free();
     ++number;
   }
@@ -188,9 +217,7 @@ __device__ void CollectRagged(const Params& p, Memory memory, int number, bool m
   const Share share = RaggedShareOf(p, memory.LoadTile(number));
   const ClusterReducer<I> reducer(p, share, memory, number);
   const int tile = share.slice_begin, slices = share.slice_end - share.slice_begin;
-  const auto first = reducer.LoadFirst(tile, slices);
-  reducer.WaitUntilSent();
-  reducer.Collect(tile, slices, first);
+  reducer.Collect(tile, slices);
   if (more) reducer.Free();
 }
 

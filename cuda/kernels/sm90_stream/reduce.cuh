@@ -32,41 +32,37 @@ class ClusterReducer {
                     Owned(slices) * senders_ * I::kTiles * kFragmentBytes);
   }
 
-  // Sends a warp's partial sums of slice `slice` of the tile, of part `part` of the stages.
-  __device__ void Send(int slice, int part, const float (&partials)[I::kTiles][4]) const {
+  // Where a warp's partial sums of a slice go: an address and a barrier in the owner's shared memory.
+  struct Destination {
+    uint32_t fragment, barrier;
+  };
+  // For slice `slice` of the tile and part `part` of the stages.
+  __device__ Destination DestinationOf(int slice, int part) const {
     const int owner = slice >> p_.plan.owned_shift;
     const int sender = Rank() * p_.plan.warps_k + part;
-    if (UsesPlainStores()) {
-#pragma unroll
-      for (int tile = 0; tile < I::kTiles; ++tile) {
-        StoreShared16<0>(Fragment(slice, sender, tile), partials[tile]);
-      }
-      return;
-    }
-    const uint32_t barrier = MapToRank(memory_.partials_full(Buffer()), owner);
-    const uint32_t target = MapToRank(Fragment(slice & (owned_ - 1), sender, 0), owner);
+    if (UsesPlainStores()) return {Fragment(slice, sender, 0), 0};
+    return {MapToRank(Fragment(slice & (owned_ - 1), sender, 0), owner),
+            MapToRank(memory_.partials_full(Buffer()), owner)};
+  }
+  __device__ void Send(const Destination& to, const float (&partials)[I::kTiles][4]) const {
 #pragma unroll
     for (int tile = 0; tile < I::kTiles; ++tile) {
-      StoreRemote(target + tile * kFragmentBytes, partials[tile], barrier);
+      const uint32_t target = to.fragment + tile * kFragmentBytes;
+      if (UsesPlainStores()) {
+        StoreShared16<0>(target, partials[tile]);
+      } else {
+        StoreRemote(target, partials[tile], to.barrier);
+      }
     }
   }
 
   // Waits, before the tile's partial sums are sent, until all owners have read the previous ones of this buffer.
   __device__ void WaitUntilFree() const {
     if (number_ == 0) {
-      // Waits until the barriers of all CTAs exist. Kernels that round rows have done so before.
-      if constexpr (I::kLhsPath != LhsPath::kRounds) WaitForArrivals();
+      // Waits until the barriers of all CTAs exist. Others have done so before.
+      if constexpr (I::kRagged) WaitForArrivals();
     } else if (number_ >= kBuffers && !UsesPlainStores()) {
       WaitForCluster(memory_.partials_free(Buffer()), (number_ / kBuffers - 1) % 2);
-    }
-  }
-
-  // Waits for all partial sums of the tile that this CTA owns.
-  __device__ void WaitUntilSent() const {
-    if (UsesPlainStores()) {
-      SynchronizeConsumers();
-    } else {
-      WaitForCluster(memory_.partials_full(Buffer()), number_ / kBuffers % 2);
     }
   }
 
@@ -82,49 +78,27 @@ class ClusterReducer {
     }
   }
 
-  // Raw epilogue operands, factors and addends, for the accumulators that a thread reduces together.
-  struct Addends {
-    float unit[2], up_unit[2];     // of channels g and g + 8
-    uint32_t bias[2], up_bias[2];  // likewise
-    uint32_t residual[4];
-  };
-
-  // The addends of a thread's first two fragments of a tile, loaded while other warps still multiply.
-  struct FirstAddends {
-    Addends of[2];
-  };
-  __device__ FirstAddends LoadFirst(int tile_slice, int slices) const {
-    FirstAddends first = {};
-    if (Sends()) {
-      WaitForPreviousKernels();  // they may have counted a round
-#pragma unroll
-      for (int tile = 0; tile < I::kTiles; ++tile) LoadToL1(CountedRounds(tile));
-    }
-    if (!p_.epilogue.any) return first;
-    WaitForPreviousKernels();  // they may have written the residual
-    const int fragment = Opaque(threadIdx.x) / 32, fragments = Fragments(slices);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if (fragment + i * kWarps < fragments) {
-        first.of[i] = LoadAddends(tile_slice, fragment + i * kWarps);
-      }
-    }
-    return first;
-  }
-
-  // Reduces and stores this CTA's slices of a tile of `slices` slices from `tile_slice` on. Called by all consumers.
-  __device__ void Collect(int tile_slice, int slices, const FirstAddends& first) const {
+  // Waits for the partial sums of this CTA's slices of a tile of `slices` slices from `tile_slice` on, reduces and stores
+  // them. Called by all consumers. Addresses are computed before the wait: afterwards each instruction delays the next
+  // kernel.
+  __device__ void Collect(int tile_slice, int slices) const {
     const EpilogueParams& e = p_.epilogue;
-    const Product& part = p_.products[OwnProduct(p_)];
-    const int warp = Opaque(threadIdx.x) / 32;
+    const int warp = Opaque(threadIdx.x) / 32, fragments = Opaque(Fragments(slices));
+    const int gated = Opaque(static_cast<int>(e.gated)), any = Opaque(static_cast<int>(e.any));
+    const int senders = Opaque(senders_);
+    const FirstAddends first = LoadFirst(tile_slice, fragments);
+    Target target = TargetOf(tile_slice, warp);
+    target.Pin();
+    if (!I::kRagged && !UsesPlainStores() && warp >= fragments) return;
+    WaitUntilSent();
 #pragma unroll 1
-    for (int fragment = warp; fragment < Fragments(slices); fragment += kWarps) {
+    for (int fragment = warp; fragment < fragments; fragment += kWarps) {
       const int tile = fragment % I::kTiles, slice = fragment / I::kTiles;
       float sum[4];
-      Add(e.gated ? 2 * slice : slice, tile, sum);
-      if (e.any) {
+      Add(gated ? 2 * slice : slice, tile, senders, sum);
+      if (any) {
         float up[4] = {};
-        if (e.gated) Add(2 * slice + 1, tile, up);
+        if (gated) Add(2 * slice + 1, tile, senders, up);
         const Addends addends = fragment == warp            ? first.of[0]
                                 : fragment == warp + kWarps ? first.of[1]
                                                             : LoadAddends(tile_slice, fragment);
@@ -144,19 +118,18 @@ class ClusterReducer {
           Finish<kHasExperts<I>>(e, up, residual, sum);
         }
       }
-      const int m = Row(tile), n = Channel(tile_slice, slice);
       if constexpr (I::kLhsPath == LhsPath::kRounds) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          sum[j] *= __uint_as_float(LoadShared4(memory_.row_scale(m + j % 2)));
+          sum[j] *= __uint_as_float(LoadShared4(memory_.row_scale(Row(tile) + j % 2)));
         }
       }
       if (Sends()) {
-        Send(tile, n, sum);
-        continue;
+        Send(tile, Channel(tile_slice, slice), sum);
+      } else {
+        target.Store(sum);
       }
-#pragma unroll
-      for (int j = 0; j < 4; ++j) Store(part, m + j % 2, n + j / 2 * 8, sum[j]);
+      if (fragment + kWarps < fragments) target = TargetOf(tile_slice, fragment + kWarps);
     }
   }
 
@@ -168,13 +141,52 @@ class ClusterReducer {
   static constexpr int kFragmentBytes = 32 * 16;  // 16 channels x 8 rows, in the order of lanes
   static constexpr int kBuffers = I::kRagged ? 2 : 1;
 
+  // Waits for all partial sums of the tile that this CTA owns.
+  __device__ void WaitUntilSent() const {
+    if (UsesPlainStores()) {
+      SynchronizeConsumers();
+    } else {
+      WaitForCluster(memory_.partials_full(Buffer()), number_ / kBuffers % 2);
+    }
+  }
+
+  // Raw epilogue operands, factors and addends, for the accumulators that a thread reduces together.
+  struct Addends {
+    float unit[2], up_unit[2];     // of channels g and g + 8
+    uint32_t bias[2], up_bias[2];  // likewise
+    uint32_t residual[4];
+  };
+
+  // The addends of a thread's first two fragments of a tile, loaded while other warps still multiply.
+  struct FirstAddends {
+    Addends of[2];
+  };
+  __device__ FirstAddends LoadFirst(int tile_slice, int fragments) const {
+    FirstAddends first = {};
+    if (Sends()) {
+      WaitForPreviousKernels();  // they may have counted a round
+#pragma unroll
+      for (int tile = 0; tile < I::kTiles; ++tile) LoadToL1(CountedRounds(tile));
+    }
+    if (!p_.epilogue.any) return first;
+    WaitForPreviousKernels();  // they may have written the residual
+    const int fragment = Opaque(threadIdx.x) / 32;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (fragment + i * kWarps < fragments) {
+        first.of[i] = LoadAddends(tile_slice, fragment + i * kWarps);
+      }
+    }
+    return first;
+  }
+
   __device__ int Buffer() const { return number_ % kBuffers; }
 
   // Adds the partial sums of all senders for this lane.
-  __device__ void Add(int slice, int tile, float (&sum)[4]) const {
+  __device__ void Add(int slice, int tile, int senders, float (&sum)[4]) const {
 #pragma unroll
     for (int j = 0; j < 4; ++j) sum[j] = 0;
-    for (int sender = 0; sender < senders_; ++sender) {
+    for (int sender = 0; sender < senders; ++sender) {
       const uint4 part = LoadShared16(Fragment(slice, sender, tile));
       sum[0] += __uint_as_float(part.x);
       sum[1] += __uint_as_float(part.y);
@@ -253,15 +265,45 @@ class ClusterReducer {
            threadIdx.x % 32 * 16;
   }
 
-  __device__ void Store(const Product& part, int m, int n, float value) const {
-    const auto schedule = ScheduleOf<I>(p_, share_);
-    if (!schedule.Has(share_.batch, m) || n >= part.n) return;
-    const int64_t offset = schedule.Row(share_.batch, m) * part.n + n;
-    if (p_.out_float) {
-      static_cast<float*>(part.out)[offset] = value;
-    } else {
-      static_cast<typename I::T*>(part.out)[offset] = typename I::T(value);
+  // Where this lane's values of a fragment go: two channels, eight apart, of two rows.
+  struct Target {
+    uint64_t rows[2];  // addresses of the first channel
+    uint32_t has;      // bit j: there is a row and a channel of value j
+    uint32_t is_float;
+
+    // Computes the values here, not where they are used.
+    __device__ void Pin() {
+      asm volatile("" : "+l"(rows[0]), "+l"(rows[1]), "+r"(has), "+r"(is_float));
     }
+    __device__ void Store(const float (&values)[4]) const {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        if ((has >> j & 1) == 0) continue;
+        if (is_float != 0) {
+          reinterpret_cast<float*>(rows[j % 2])[j / 2 * 8] = values[j];
+        } else {
+          reinterpret_cast<typename I::T*>(rows[j % 2])[j / 2 * 8] = typename I::T(values[j]);
+        }
+      }
+    }
+  };
+  __device__ Target TargetOf(int tile_slice, int fragment) const {
+    const Product& part = p_.products[OwnProduct(p_)];
+    const int m = Row(fragment % I::kTiles), n = Channel(tile_slice, fragment / I::kTiles);
+    const auto schedule = ScheduleOf<I>(p_, share_);
+    const int size = p_.out_float ? sizeof(float) : sizeof(typename I::T);
+    Target target = {{}, 0, p_.out_float};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      target.rows[i] = reinterpret_cast<uint64_t>(part.out) +
+                       (schedule.Row(share_.batch, m + i) * part.n + n) * size;
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const bool has = schedule.Has(share_.batch, m + j % 2) && n + j / 2 * 8 < part.n;
+      target.has |= static_cast<uint32_t>(has) << j;
+    }
+    return target;
   }
 
   __device__ bool Sends() const { return I::kDivided && p_.sends; }
