@@ -77,18 +77,28 @@ class NewRows {
         new_head_(static_cast<int64_t>(Element()) * p.kv_heads + KvHead()),
         rows_(p.shared + 2),
         pairs_{p.size / 2, p.neighbours},
-        angles_(pairs_, p.cos + Angle(), p.sin + Angle()) {}
+        angles_(pairs_, p.cos + Angle(), p.sin + Angle()),
+        first_{SourceOf(Warp()), SourceOf(Warp() + S::kWarps)} {}
+
+  // Depends on the addresses of the first rows.
+  __device__ uint32_t Ready() const {
+    uint32_t ready = 0;
+    for (const Source& source : first_) {
+      ready ^= LowWord(source.row) ^ LowWord(source.bias) ^ LowWord(source.norm);
+    }
+    return ready;
+  }
 
   // Adds biases, normalizes and rotates the rows, one warp per row. `looks`: `units` compares positions while the first
   // two rows of a warp load.
   __device__ void Put(Units& units, bool looks) {
     const int warp = Warp();
-    Row one = Load(warp), two = Load(warp + S::kWarps);
+    Row one = Load(first_[0]), two = Load(first_[1]);
     if (looks && units.count() > 0) units.Look();
     Put(warp, one);
     Put(warp + S::kWarps, two);
     for (int i = warp + 2 * S::kWarps; i < rows_; i += S::kWarps) {
-      Row row = Load(i);
+      Row row = Load(SourceOf(i));
       Put(i, row);
     }
   }
@@ -115,19 +125,27 @@ class NewRows {
   __device__ bool IsKey(int i) const { return i == p_.shared; }
   __device__ bool IsValue(int i) const { return i > p_.shared; }
 
-  __device__ Row Load(int i) const {
+  // Where a row, its bias and its factors are; null for none.
+  struct Source {
+    const T* row;
+    const float *bias, *norm;
+  };
+
+  __device__ Source SourceOf(int i) const {
     const int row = min(i, rows_ - 1);
     const auto* query = static_cast<const T*>(p_.query) + (first_head_ + row) * p_.size;
     const auto* key = static_cast<const T*>(p_.key) + new_head_ * p_.size;
     const auto* value = static_cast<const T*>(p_.value) + new_head_ * p_.size;
-    return Row(pairs_,
-               IsValue(row) ? value
-               : IsKey(row) ? key
-                            : query,
-               Bias(row),
-               IsValue(row) ? nullptr
-               : IsKey(row) ? p_.key_norm
-                            : p_.query_norm);
+    return {IsValue(row) ? value
+            : IsKey(row) ? key
+                         : query,
+            Bias(row),
+            IsValue(row) ? nullptr
+            : IsKey(row) ? p_.key_norm
+                         : p_.query_norm};
+  }
+  __device__ Row Load(const Source& source) const {
+    return Row(pairs_, source.row, source.bias, source.norm);
   }
 
   __device__ const float* Bias(int row) const {
@@ -191,6 +209,7 @@ class NewRows {
   const int rows_;                       // without padding; the last two are key and value
   const Pairs<kSize> pairs_;
   const Angles<kSize> angles_;
+  const Source first_[2];  // of this warp
 };
 
 // Copies units kStages - 1 ahead of the products.
@@ -537,7 +556,7 @@ __device__ void AttendCta(const Params& p) {
   if (p.pdl) {  // old slots arrive while previous kernels compute the new rows
     if (units.count() > 0) units.Look();
     copies.Fill();
-    WaitForPreviousKernels();
+    WaitForPreviousKernels(rows.Ready());
     if (p.holds_next) LaunchDependents();
   }
 

@@ -47,22 +47,25 @@ __global__ void __launch_bounds__(kCombineThreads)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t row = blockIdx.x;
   const int column = blockIdx.y * kCombineColumns + 4 * lane;
-  const float* first = sums + row * splits * size + column;
-  WaitForPreviousKernels();
+  const float* first = sums + (row * splits + warp) * size + column;
+  const float2* own_stats = stats + row * splits;
+  const int own_column = blockIdx.y * kCombineColumns + threadIdx.x;
+  T* const result = out + row * size + own_column;
+  const int own_splits = column < size ? splits - warp : 0;
+  WaitForPreviousKernels(LowWord(first) ^ LowWord(own_stats) ^ LowWord(result) ^ own_splits);
   // Warp w adds splits w, w + 4, ...; the first ones are loaded before their factors are known.
   float4 held[kHeld];
   const auto load = [&](int begin) {
+    const float* at = first + begin * size;
 #pragma unroll
-    for (int i = 0; i < kHeld; ++i) {
-      const int split = begin + i * kCombineWarps + warp;
-      held[i] = split < splits && column < size
-                    ? *reinterpret_cast<const float4*>(first + split * size)
-                    : make_float4(0, 0, 0, 0);
+    for (int i = 0; i < kHeld; ++i, at += kCombineWarps * size) {
+      held[i] = begin + i * kCombineWarps < own_splits ? *reinterpret_cast<const float4*>(at)
+                                                       : make_float4(0, 0, 0, 0);
     }
   };
   load(0);
   float factors[kMaxSplits / 32];  // of splits lane, lane + 32
-  const float total = FactorsOf(stats + row * splits, splits, factors);
+  const float total = FactorsOf(own_stats, splits, factors);
 
   static_assert(kHeld * kCombineWarps == 32);
   float4 sum = make_float4(0, 0, 0, 0);
@@ -83,12 +86,11 @@ __global__ void __launch_bounds__(kCombineThreads)
   __syncthreads();
   const float whole = total == 0 ? 0 : 1 / total;
   const auto* floats = reinterpret_cast<const float*>(merged);
-  const int own_column = blockIdx.y * kCombineColumns + threadIdx.x;
   if (own_column >= size) return;
   float value = 0;
 #pragma unroll
   for (int w = 0; w < kCombineWarps; ++w) value += floats[w * kCombineColumns + threadIdx.x];
-  out[row * size + own_column] = T(value * whole);
+  *result = T(value * whole);
 }
 static_assert(kCombineThreads == kCombineColumns);
 
