@@ -197,40 +197,42 @@ class Sequence {
   }
 
   ffi::Error CheckNormalize(const Step& step) const {
-    if (step.x == 0 || step.total == 0) return InvalidArgument("a normalization has no rows.");
-    const ffi::AnyBuffer x = call_.At(step.x);
-    const ffi::DataType type = x.element_type();
-    const auto elements = static_cast<int64_t>(x.element_count());
+    if (step.addend == 0 || step.total == 0) {
+      return InvalidArgument("a normalization has no addend or no sum.");
+    }
+    const ffi::AnyBuffer total = call_.At(step.total);
+    const ffi::DataType type = total.element_type();
+    const auto elements = static_cast<int64_t>(total.element_count());
     const auto has_type = [&](const char* name, int64_t place, bool wide) {
       const ffi::AnyBuffer buffer = call_.At(place);
       return CheckType(
           name, buffer,
           buffer.element_type() == type || (wide && buffer.element_type() == ffi::DataType::F32),
-          wide ? "f32 or the type of the rows" : "the type of the rows");
+          wide ? "f32 or the type of the sum" : "the type of the sum");
     };
-    ffi::Error error = CheckType("rows", x, FloatType(type).has_value(), "f32, bf16 or f16");
-    if (error.success()) error = CheckRank("rows", x, 3, "[1, m, columns]");
+    ffi::Error error = CheckType("sum", total, FloatType(type).has_value(), "f32, bf16 or f16");
+    if (error.success()) error = CheckRank("sum", total, 3, "[1, m, columns]");
     if (error.failure()) return error;
-    const int64_t columns = x.dimensions()[2];
+    const int64_t columns = total.dimensions()[2];
     if (columns % 8 != 0 || columns > kMaxRmsNormColumns) {
       return InvalidArgument("rows are normalized that have " + std::to_string(columns) +
                              " elements, but it must be a multiple of 8 up to " +
                              std::to_string(kMaxRmsNormColumns) + ".");
     }
-    error = has_type("sum", step.total, false);
-    if (error.success()) error = CheckCount("sum", call_.At(step.total), elements, "the rows'");
-    if (error.success() && step.addend != 0) {
-      error = has_type("addend", step.addend, true);
-      if (error.success()) {
-        error = CheckCount("addend", call_.At(step.addend), elements, "the rows'");
-      }
+    if (step.x != 0) {
+      error = has_type("rows", step.x, false);
+      if (error.success()) error = CheckCount("rows", call_.At(step.x), elements, "the sum's");
+    }
+    if (error.success()) error = has_type("addend", step.addend, true);
+    if (error.success()) {
+      error = CheckCount("addend", call_.At(step.addend), elements, "the sum's");
     }
     if (error.failure() || step.scales == 0) return error;
     if (step.out == 0) return InvalidArgument("a normalization with scales has no result.");
     const ffi::AnyBuffer out = call_.At(step.out);
     error = has_type("norm", step.scales, true);
     if (error.success()) error = CheckShape("norm", call_.At(step.scales), {columns}, "[columns]");
-    if (error.success()) error = CheckCount("normed", out, elements, "the rows'");
+    if (error.success()) error = CheckCount("normed", out, elements, "the sum's");
     if (error.failure() || step.out_scale == 0) {
       return error.failure() ? error : has_type("normed", step.out, false);
     }
@@ -282,7 +284,7 @@ class Sequence {
     const auto normalizes = [](const Step& step) { return step.kind == StepKind::kNormalize; };
     const auto step = std::find_if(call_.steps.begin(), call_.steps.end(), normalizes);
     if (step == call_.steps.end()) return ffi::Error::Success();
-    const auto shape = call_.At(step->x).dimensions();
+    const auto shape = call_.At(step->total).dimensions();
     const int64_t rows = shape[0] * shape[1], columns = shape[2];
     if (rows > kMaxExchangeRows) {
       return InvalidArgument("several devices add " + std::to_string(rows) + " rows but at most " +
@@ -530,15 +532,15 @@ class Sequence {
 
   ffi::Error Normalize(const Step& step) {
     started_ = true;
-    const ffi::AnyBuffer x = call_.At(step.x);
+    const ffi::AnyBuffer total = call_.At(step.total);
     const auto type_at = [&](int64_t place) {
-      return *FloatType(call_.At(place == 0 ? step.x : place).element_type());
+      return *FloatType(call_.At(place == 0 ? step.total : place).element_type());
     };
-    RmsNorm norm = {type_at(step.x),
+    RmsNorm norm = {type_at(step.total),
                     type_at(step.scales),
                     type_at(step.addend),
-                    x.dimensions()[0] * x.dimensions()[1],
-                    x.dimensions()[2],
+                    total.dimensions()[0] * total.dimensions()[1],
+                    total.dimensions()[2],
                     nullptr,
                     nullptr,
                     nullptr,
@@ -546,7 +548,7 @@ class Sequence {
                     nullptr,
                     epsilon_,
                     exchange_,
-                    step.addend != 0 && step.addend == sent_};
+                    step.addend == sent_};
     settled_ = false;
     if (step.out_scale != 0) {
       norm.out_type = call_.At(step.out).element_type() == ffi::DataType::S8 ? ElementType::kInt8

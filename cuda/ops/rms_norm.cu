@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // rms_norm: per row, sum = x + addend, out = sum / sqrt(mean(sum^2) + epsilon) * scale, between the products of a
-// transformer block. With several devices, the addend is a partial sum and is all-reduced first (exchange.cuh).
+// transformer block; without x, sum = addend. With several devices, the addend is a partial sum and is all-reduced
+// first (exchange.cuh).
 //
 // Bound: latency of one row, from the end of the previous kernel to the start of the next product, which loads its
 // weights meanwhile. So a CTA keeps one row in registers and loads scales before the PDL wait. A row that is exchanged
@@ -236,12 +237,12 @@ __global__ void __launch_bounds__(Bounds<kForm, kVectors, kParts>::kThreads,
   const bool sent = kParts && kProductsSend && was_sent;
   if (!sent) WaitForPreviousKernels();
   Vector<float> addends[kVectors];
-  Vector<T> sums[kVectors];  // x at first
+  Vector<T> sums[kVectors] = {};  // x at first
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     const int at = i * team.threads() + team.thread();
     if (at >= vectors) break;
-    if constexpr (kLoadsEarly) sums[i] = LoadFromL2<kAligned>(x, row + at);
+    if (kLoadsEarly && x != nullptr) sums[i] = LoadFromL2<kAligned>(x, row + at);
     if (!sent) addends[i] = LoadFloats<kAligned, T>(addend, wide_addend, row + at);
   }
   uint32_t round = 0;
@@ -266,7 +267,7 @@ __global__ void __launch_bounds__(Bounds<kForm, kVectors, kParts>::kThreads,
   for (int i = 0; i < kVectors; ++i) {
     const int at = i * team.threads() + team.thread();
     if (at >= vectors) break;
-    if constexpr (!kLoadsEarly) sums[i] = Load<kAligned>(x, row + at);
+    if (!kLoadsEarly && x != nullptr) sums[i] = Load<kAligned>(x, row + at);
 #pragma unroll
     for (int j = 0; j < kElements; j += 2) {
       // Rounded in pairs: a single conversion takes eight times as long.

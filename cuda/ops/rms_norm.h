@@ -13,14 +13,14 @@
 
 namespace jaxlowbit {
 
-// Per row: sum = x + addend, rounded to `type`; with a scale, out = sum / sqrt(mean(sum^2) + epsilon) * scale, rounded
-// to `type`. An 8-bit out is quantized from that as in quantize_rows.h. Buffers have `type` except scale and addend.
-// Requires columns % 8 == 0 (8-bit out: % 16) and columns <= kMaxRmsNormColumns.
+// Per row: sum = x + addend, or addend without x, rounded to `type`; with a scale, out = sum / sqrt(mean(sum^2) +
+// epsilon) * scale, rounded to `type`. An 8-bit out is quantized from that as in quantize_rows.h. Buffers have `type`
+// except scale and addend. Requires columns % 8 == 0 (8-bit out: % 16) and columns <= kMaxRmsNormColumns.
 struct RmsNorm {
   ElementType type;
   ElementType scale_type, addend_type;  // `type` or float32
   int64_t rows, columns;
-  const void *x, *addend, *scale;  // scale: null for none
+  const void *x, *addend, *scale;  // x, scale: null for none
   void *sum, *out;
   float epsilon;
   // With several devices, addend is this device's float32 partial sum, for up to kMaxExchangeRows rows.

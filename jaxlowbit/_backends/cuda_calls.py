@@ -574,9 +574,8 @@ def exchanging(devices: Sequence[Any], rows: int) -> tuple[int, ...]:
 def add_over_devices(parts: Array, dtype: Any, devices: Sequence[int]) -> Array:
     """The sum of float32 `parts` (rows, columns) of devices, from `exchanging`, in `dtype`."""
     calls, shape = Call("addition over devices"), (1, *parts.shape)
-    zeros = calls.operand(jnp.zeros(shape, dtype))
     addend = calls.operand(*call.apart(parts.reshape(shape)))
-    calls.step("normalize", x=zeros, addend=addend, total=calls.result(shape, dtype))
+    calls.step("normalize", addend=addend, total=calls.result(shape, dtype))
     return call.apart(*calls.run(devices=np.array(devices, np.int64)))[0][0]
 
 
