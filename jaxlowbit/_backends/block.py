@@ -43,6 +43,7 @@ def add_block(
     parts: Any = None,
     mlp: Callable[[int, int], None] | None = None,
     out_bias: Array | None = None,
+    following_dtype: Any = None,
 ) -> None:
     """Appends a block; the first results of the call are the new residual and following products.
 
@@ -52,11 +53,12 @@ def add_block(
     - `parts`: the dtype of the output and down projections, if it differs from `residual`.
     - `mlp`: appends what replaces the MLP, from the place of its rows to the place of its result.
     - `out_bias`: (d,), added to the output projection in float32, or None.
+    - `following_dtype`: the dtype of the following products, if it differs from `residual`.
     """
     out, gate_up, down, *following = weights
     shape, dtype, m = residual.shape, residual.dtype, residual.shape[1]
     result = calls.result(shape, dtype)
-    follow = [calls.result((1, m, weight.n), dtype) for weight in following]
+    follow = [calls.result((1, m, weight.n), following_dtype or dtype) for weight in following]
     projected = calls.result(shape, parts or dtype)
     total = calls.result(shape, dtype)
     normed = calls.result(shape, values or dtype)

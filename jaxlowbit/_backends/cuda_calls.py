@@ -398,6 +398,13 @@ class Mixture(NamedTuple):
     offset: Array | None = None
 
 
+class Projection(NamedTuple):
+    """A norm (d,), and the weights of products of the normalized rows."""
+
+    norm: Array
+    weights: Sequence[QuantizedArray]
+
+
 class DecodeLayer(NamedTuple):
     """Attention of a decode step, and the block after it.
 
@@ -408,6 +415,7 @@ class DecodeLayer(NamedTuple):
     - `mixture`: if gate_up and down are stacks of experts.
     - `out_bias`: (d,), added to the product with `out`, or None. If devices add their parts, it is
       zero on all but one of them.
+    - `following_dtype`: of the following products of the last layer, if not that of the query.
     """
 
     attention: cuda_attend.Operands
@@ -417,12 +425,14 @@ class DecodeLayer(NamedTuple):
     weights: Sequence[QuantizedArray]
     mixture: Mixture | None = None
     out_bias: Array | None = None
+    following_dtype: Any = None
 
 
 def decode_layers(
     layers: Sequence[DecodeLayer],
     residual: Array,
     *,
+    first: Projection | None = None,
     activation: str,
     epsilon: float,
     devices: Sequence[int] = (),
@@ -430,16 +440,25 @@ def decode_layers(
     """Consecutive layers of a decode step as one CUDA custom call, so that attention starts while
     the kernels of the layer before run.
 
-    With several `devices`, from `exchanging`, each has a part of the weights.
+    With several `devices`, from `exchanging`, each has a part of the weights. With `first`, which
+    gives the query, key and value of the first layer, the residual is float32, and devices add it.
 
     Returns the updated arrays of the cache for each layer, then the new residual (batch, d) and the
     following products of the last layer.
     """
     x = call.apart(residual[None])[0]
     group: dict[str, Any] = {"devices": np.array(devices, np.int64)} if devices else {}
+    group["epsilon"] = np.float32(epsilon)
+    caller = "decode_block" if len(layers) == 1 else "decode_blocks"
     parts: list[Layer] = []
+    given: list[int] = []  # residual, query, key and value: results of the call before
+    if first is not None:
+        calls, dtype = Call(caller), layers[0].attention.query.dtype
+        given = _add_first(calls, x, first, dtype)
+        parts.append(Layer(calls, attributes=group))
+        x = jax.ShapeDtypeStruct(x.shape, dtype)  # the first layer reads the result instead
     for layer in layers:
-        calls = Call("decode_block" if len(layers) == 1 else "decode_blocks")
+        calls = Call(caller)
         shape = (1, x.shape[1], layer.weights[0].k)
         add_block(
             calls,
@@ -454,24 +473,48 @@ def decode_layers(
                 _add_mixture, calls, layer.mixture, layer.weights[1:3], activation
             ),
             out_bias=layer.out_bias,
+            following_dtype=layer.following_dtype,
         )
-        # Results: attention, the cache, the residual, the following products.
+        links = dict(zip((calls.place_of(x), 1, 2, 3), given, strict=True)) if given else {}
         aliases = cuda_attend.aliases(layer.attention)
-        residual_at = -len(aliases) - 2
-        query, key, value = (residual_at - i for i in (1, 2, 3))
-        new = {1: query, 2: key, 3: value, calls.place_of(x): residual_at}
         sums = cuda_attend.workspace_bytes(layer.attention, layer.attending)
         attributes = {**cuda_attend.call_attributes(layer.attention, layer.attending), **group}
-        attributes["epsilon"] = np.float32(epsilon)
-        parts.append(Layer(calls, new if parts else {}, aliases, sums, attributes))
+        parts.append(Layer(calls, links, aliases, sums, attributes))
+        # Results: attention, the cache, the residual, the following products.
+        given = [-len(aliases) - i for i in (2, 3, 4, 5)]
     found = run_layers(parts)
     caches = [
         tuple(results[-i - 1] for i in part.aliases.values())
         for part, results in zip(parts, found, strict=True)
+        if part.aliases
     ]
-    first = len(parts[-1].aliases) + 1
-    last = [found[-1][-i - 1] for i in range(first, first + len(layers[-1].weights) - 2)]
-    return caches, [x[0] for x in call.apart(*last)]
+    places = [given[0] - i for i in range(len(layers[-1].weights) - 2)]
+    return caches, [x[0] for x in call.apart(*[found[-1][place] for place in places])]
+
+
+def _add_first(calls: Call, addend: Array, first: Projection, dtype: Any) -> list[int]:
+    """Appends the sum (1, m, d) of the addends of all devices, and products of the normalized sum.
+    Returns the places of the sum and the products."""
+    shape = addend.shape
+    total = calls.result(shape, dtype)
+    outs = [calls.result((*shape[:-1], weight.n), dtype) for weight in first.weights]
+    normed = calls.result(shape, dtype)
+    parts, scales = map(calls.operand, (addend, first.norm))
+    calls.step("normalize", addend=parts, scales=scales, total=total, out=normed)
+    _multiply_by_all(calls, first.weights, normed, outs)
+    return [total, *outs]
+
+
+def _multiply_by_all(
+    calls: Call, weights: Sequence[QuantizedArray], x: int, outs: Sequence[int]
+) -> None:
+    """Appends products of the rows at `x`, and the step that multiplies them."""
+    dtype = calls.at[x].dtype
+    products = [
+        calls.add_product(stored_weight(weight, dtype), x, out)
+        for weight, out in zip(weights, outs, strict=True)
+    ]
+    calls.multiply(*products)
 
 
 def _add_mixture(
@@ -540,11 +583,7 @@ def normalized(
         gate_up, down = weights
         add_mlp(calls, normed, gate_up, down, outs[0], activation, dtype)
     else:
-        products = [
-            calls.add_product(stored_weight(weight, dtype), normed, out)
-            for weight, out in zip(weights, outs, strict=True)
-        ]
-        calls.multiply(*products)
+        _multiply_by_all(calls, weights, normed, outs)
     results = call.apart(*calls.run(epsilon=np.float32(epsilon))[: 1 + len(outs)])
     return tuple(x.reshape(*rows, x.shape[-1]) for x in results)
 

@@ -8,7 +8,7 @@ from jax import Array
 
 from .._backends import cuda_calls
 from .._backends.cuda import HOPPER
-from .._backends.cuda_calls import DecodeLayer, Mixture
+from .._backends.cuda_calls import DecodeLayer, Mixture, Projection
 from .._backends.target import local_gpus
 from .._core.array import QuantizedArray
 from .._matmul.call import first, unread
@@ -44,6 +44,7 @@ def decode_layers(
     layers: Sequence[DecodeLayer],
     residual: Array,
     *,
+    first: Projection | None = None,
     activation: str,
     epsilon: float,
     devices: Sequence[int] = (),
@@ -63,7 +64,9 @@ def decode_layers(
     **Arguments:**
 
     - `layers`: each but the last has three following weights, of query, key and value of the next.
-    - `residual`: (batch, d) in the dtype of the query.
+    - `residual`: (batch, d) in the dtype of the query; with `first` float32, and devices add it.
+    - `first`: the norm and the weights whose products are the query, key and value of the first
+      layer; None if its operands contain them.
     - `activation`, `epsilon`: as for `quantized_block`.
     - `devices`: CUDA ordinals of the GPUs that share the layers.
 
@@ -71,6 +74,6 @@ def decode_layers(
     residual, and the following products of the last layer.
     """
     caches, (y, *products) = cuda_calls.decode_layers(
-        layers, residual, activation=activation, epsilon=epsilon, devices=devices
+        layers, residual, first=first, activation=activation, epsilon=epsilon, devices=devices
     )
     return caches, y, tuple(products)

@@ -19,7 +19,7 @@ from flax import nnx
 from jax import Array
 
 from .._backends import cuda_attend
-from .._backends.cuda_calls import Mixture, Router
+from .._backends.cuda_calls import Mixture, Projection, Router
 from .._composite import decode_block
 from .._composite.block import quantized_block
 from .._composite.glu import quantized_glu
@@ -182,6 +182,14 @@ class Block(nnx.Module):
         return self.mlp_norm.get_value()
 
     @property
+    def entry(self) -> Projection | None:
+        """The norm and the weights of queries, keys and values, if they are quantized."""
+        weights = [w for w in self.matrices if isinstance(w, QuantizedArray)]
+        if self.attention_norm is None or len(weights) < len(self.matrices):
+            return None
+        return Projection(self.attention_norm.get_value(), weights)
+
+    @property
     def matrices(self) -> list[Weight | LowRank]:
         """The weights of queries, keys and values."""
         return [weight.get_value() for weight in self.qkv]
@@ -281,22 +289,22 @@ class Block(nnx.Module):
             self.config.rope_pairs, self.config.norm_epsilon, reach, self.window, self.scale
         )
 
-    def exchanging(self, x: Array) -> tuple[int, ...]:
+    def exchanging(self, x: Any) -> tuple[int, ...]:
         """CUDA ordinals of the devices that share this block and can add their parts of x within a
         call, or ()."""
         return () if self.division is None else self.division.exchanging(x.shape[0])
 
-    def one_call(self, x: Array, following: "Block | None") -> bool:
-        """Whether attention and this block are one call in a decode step."""
+    def one_call(self, x: Any, following: "Block | None") -> bool:
+        """Whether attention and this block are one call in a decode step for rows like x."""
         shared = self.division is None or bool(self.exchanging(x))
         mixture = self.routed if shared else None
         if self.rounds(x) or not shared or not (mixture is not None or self.fusible(x)):
             return False
-        onward = self.onward(following)
+        onward = _entry(following)
         if following is not None and onward is None:
             return False
         weights = [w.get_value() for w in (self.o, self.gate_up[0], self.down)]
-        weights += [] if onward is None else onward[1]
+        weights += [] if onward is None else onward.weights
         return decode_block.unsupported(x, weights, mixture, self.config.activation) is None
 
     @property
@@ -380,7 +388,7 @@ class Block(nnx.Module):
     def _finish_in_one_call(
         self, attended: Array, x: Array, following: "Block | None"
     ) -> tuple[Array, tuple[Array, ...]]:
-        onward = self.onward(following)
+        onward = _entry(following)
         activation: Any = self.config.activation  # gpt-oss's only with experts
         out = quantized_block(
             attended,
@@ -414,7 +422,7 @@ class Block(nnx.Module):
             dtype=jnp.float32,
         )
         added = division.add(parts)
-        if (onward := self.onward(following)) is not None:
+        if (onward := _entry(following)) is not None:
             return normalized_matmuls(x, added, *onward, epsilon=epsilon)
         x = x + added.astype(x.dtype)
         return x, () if following is None else following.project(x)
@@ -425,7 +433,7 @@ class Block(nnx.Module):
         """`finish` from the residual stream after attention on, in two calls if possible."""
         mixture = functools.partial(self.mixture, self.normalize(x, self.mlp_norm), x)
         added = self._result(mixture, x.dtype, None, self.post_mlp_norm)
-        onward = self.onward(following)
+        onward = _entry(following)
         if onward is not None and not self.rounds(x) and self.layer_scale is None:
             epsilon = self.config.norm_epsilon
             return normalized_matmuls(x, added, *onward, epsilon=epsilon)
@@ -439,15 +447,6 @@ class Block(nnx.Module):
         dense = self._result(mlp, x.dtype, None, self.post_dense_norm)
         mixed = self._result(mixture, x.dtype, None, self.post_expert_norm)
         return self.normalize(dense + mixed, self.post_mlp_norm)
-
-    def onward(self, following: "Block | None") -> tuple[Array, Sequence[QuantizedArray]] | None:
-        """The norm and weights of the next block for `quantized_block`, if they are quantized."""
-        if following is None or following.attention_norm is None:
-            return None
-        weights = [w for w in following.matrices if isinstance(w, QuantizedArray)]
-        if len(weights) < len(following.matrices):
-            return None
-        return following.attention_norm.get_value(), weights
 
     def mixture(self, x: Array, stream: Array, dtype: Any) -> Array:
         """The mixture of experts of a normalized x; on a mesh, of the experts of this device.
@@ -533,6 +532,10 @@ class Block(nnx.Module):
         mean = total / (x.shape[-1] * self.division.parts)
         factor = jax.lax.rsqrt(mean + self.config.norm_epsilon)
         return (wide * factor * norm.get_value()[None, None]).astype(x.dtype)
+
+
+def _entry(following: Block | None) -> Projection | None:
+    return None if following is None else following.entry
 
 
 def biased(x: Array, bias: nnx.Variable | None) -> Array:

@@ -14,7 +14,7 @@ partial sums of the devices.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from .._backends.cuda_calls import Projection
 from .._composite.rms_norm import rms_norm
 from .._core import checks
 from .._core.array import QuantizedArray
@@ -202,21 +203,61 @@ class Decoder(nnx.Module):
         **Returns:** normalized features (batch, length, width), and the cache.
         """
         local = functools.partial(Decoder._forward, reach=reach)
-        if self.division is not None:
-            placed = cache_specs(self.config, self.division.axis, self.cache_dtype)
-            local = self.division.on_each(
-                local,
-                self,
-                in_specs=(jax.P(), jax.P(), placed),
-                out_specs=(jax.P(), placed),
-            )
-            return local(tokens, positions, cache)
-        return local(self, tokens, positions, cache)
+        return self._on_each(local, tokens, positions, cache, jax.P())
+
+    def decode(self, tokens: Array, positions: Array, cache: Cache) -> tuple[Array, Cache]:
+        """`forward` for a token of each sequence, and the logits of the next one.
+
+        With our CUDA kernels it can be a single custom call from the embeddings to the logits.
+
+        **Arguments:** as for `forward`, with tokens and positions (batch,).
+
+        **Returns:** `divided_logits` (batch, vocabulary), and the cache.
+        """
+        axis = None if self.division is None else self.division.axis
+        return self._on_each(Decoder._decode, tokens, positions, cache, jax.P(None, axis))
+
+    def _on_each(
+        self,
+        function: Callable[..., tuple[Array, Cache]],
+        tokens: Array,
+        positions: Array,
+        cache: Cache,
+        out_spec: jax.P,
+    ) -> tuple[Array, Cache]:
+        """`function` of this decoder and the arguments, on every device."""
+        if self.division is None:
+            return function(self, tokens, positions, cache)
+        placed = cache_specs(self.config, self.division.axis, self.cache_dtype)
+        specs = {"in_specs": (jax.P(), jax.P(), placed), "out_specs": (out_spec, placed)}
+        return self.division.on_each(function, self, **specs)(tokens, positions, cache)
 
     def _forward(
         self, tokens: Array, positions: Array, cache: Cache, *, reach: int | None
     ) -> tuple[Array, Cache]:
         """`forward` on one device, or on one of several."""
+        x, _, cache = self._run(tokens, positions, cache, reach=reach)
+        return self._normalize(x), cache
+
+    def _decode(self, tokens: Array, positions: Array, cache: Cache) -> tuple[Array, Cache]:
+        """`decode` on one device, or on one of several."""
+        head, norm = self._head, self.final_norm.get_value()
+        last = Projection(norm, [head]) if isinstance(head, QuantizedArray) else None
+        x, products, cache = self._run(tokens[:, None], positions[:, None], cache, head=last)
+        if products is None:
+            return self._logits(self._normalize(x)[:, 0]), cache
+        return self._scaled(products[:, 0]), cache
+
+    def _run(
+        self,
+        tokens: Array,
+        positions: Array,
+        cache: Cache,
+        *,
+        reach: int | None = None,
+        head: Projection | None = None,
+    ) -> tuple[Array, Array | None, Cache]:
+        """`block_steps.run` of all blocks."""
         cache = cache.advance(positions)
         config, real = self.config, jnp.maximum(positions, 0)
         long = config.takes_long_factors(cache.slots)
@@ -227,17 +268,21 @@ class Decoder(nnx.Module):
             self._implementation(tokens, reach, local=local, cached=cached)
             for local in (False, True)
         ]
-        x = self.embed(tokens)
-        x, cache = block_steps.run(
+        return block_steps.run(
             [*self.blocks],
-            x,
+            self._embed(tokens),
+            self._add,
             rotations,
             positions,
             cache,
+            head=head,
+            dtype=self.dtype,
             implementations=implementations,
             reach=reach,
         )
-        return rms_norm(x, self.final_norm.get_value(), config.norm_epsilon), cache
+
+    def _normalize(self, x: Array) -> Array:
+        return rms_norm(x, self.final_norm.get_value(), self.config.norm_epsilon)
 
     def _implementation(
         self, tokens: Array, reach: int, *, local: bool, cached: bool
@@ -261,17 +306,23 @@ class Decoder(nnx.Module):
             sinks=config.sinks,
         )
 
-    def embed(self, tokens: Array) -> Array:
-        """The embeddings (batch, length, width) of tokens, scaled."""
+    def _embed(self, tokens: Array) -> Array:
+        """The scaled embeddings of tokens, float32 (batch, length, width); on several devices the
+        part of each."""
         table = self.embedding.get_value()
         if self.division is None:
-            return (take(table, tokens) * self.config.embedding_scale).astype(self.dtype)
+            return take(table, tokens) * self.config.embedding_scale
         own, there = self.division.own_columns(tokens, self.config.vocabulary, table.shape[-1])
         x = jnp.where(there[..., None], take(table, own), 0)
-        x = x * self.config.embedding_scale
-        if tokens.shape[-1] > 1:
-            return self.division.add(x).astype(self.dtype)
-        return self.division.add_rows(x, self.dtype)
+        return x * self.config.embedding_scale
+
+    def _add(self, parts: Array) -> Array:
+        """The sum of the embeddings of all devices, in the dtype of activations."""
+        if self.division is None:
+            return parts.astype(self.dtype)
+        if parts.shape[1] > 1:
+            return self.division.add(parts).astype(self.dtype)
+        return self.division.add_rows(parts, self.dtype)
 
     def logits(self, x: Array) -> Array:
         """The logits, float32 (..., vocabulary), for a result of `forward` (..., width)."""
@@ -301,9 +352,15 @@ class Decoder(nnx.Module):
         local = functools.partial(division.argmax, columns=self.config.vocabulary)
         return division.on_columns(local, logits, (jax.P(), jax.P()))
 
+    @property
+    def _head(self) -> Weight | LowRank:
+        return (self.embedding if self.head is None else self.head).get_value()
+
     def _logits(self, x: Array) -> Array:
-        head = self.embedding if self.head is None else self.head
-        logits = multiply(x, head.get_value(), jnp.float32)
+        return self._scaled(multiply(x, self._head, jnp.float32))
+
+    def _scaled(self, logits: Array) -> Array:
+        """Logits of products with the head."""
         if self.config.logit_scale != 1:
             logits = logits * self.config.logit_scale
         cap = self.config.logit_softcap

@@ -383,10 +383,10 @@ def decode(
         )
         done |= token < 0
         placed = jnp.where(done, -1, positions)
-        x, cache = decoder.forward(jnp.maximum(token, 0)[:, None], placed[:, None], cache)
+        logits, cache = decoder.decode(jnp.maximum(token, 0), placed, cache)
         counts = None if counts is None else counts.add(token)
         state = State(cache, positions + 1, done, counts)
-        return i + 1, drawn, decoder.divided_logits(x[:, 0]), state
+        return i + 1, drawn, logits, state
 
     size = _TOKENS if fixed is None else fixed
     tokens = jnp.full((batch, size), _EOS, jnp.int32)

@@ -412,8 +412,8 @@ def test_a_decoder_chooses_it(name):
     config = CONFIGS[name]
     decoder = init(config, INT8, dtype=jnp.bfloat16).decoder
     cache = make_cache(config, 2, 256, jnp.bfloat16)
-    one = jnp.zeros((2, 1), jnp.int32)
-    program = jax.jit(lambda tokens, cache: decoder.forward(tokens, one, cache))
+    one = jnp.zeros(2, jnp.int32)
+    program = jax.jit(lambda tokens, cache: decoder.decode(tokens, one, cache))
     text = program.lower(one, cache).as_text()
     together = {"gemma3": "attend"}.get(name, "decode_blocks")
     assert call_names(text).count(together) == (1 if together == "decode_blocks" else config.layers)
@@ -439,12 +439,12 @@ def test_a_decoder_is_unaffected(name, cache_dtype, monkeypatch):
     def logits():
         @jax.jit
         def step(token, position, cache):
-            x, cache = decoder.forward(token, position, cache)
-            return decoder.logits(x), cache
+            logits, cache = decoder.decode(token, position, cache)
+            return decoder.joined(logits), cache
 
         cache, found = decoder.make_cache(2, 256), []
         for i in range(12):
-            token, position = jnp.full((2, 1), 3 * i % config.vocabulary), jnp.full((2, 1), i)
+            token, position = jnp.full(2, 3 * i % config.vocabulary), jnp.full(2, i)
             out, cache = step(token, position, cache)
             found.append(np.asarray(out))
         return np.stack(found)
@@ -478,14 +478,14 @@ def test_biases_and_sinks_of_a_decoder(name, batch, cache_dtype, monkeypatch):
     def logits(calls):
         @jax.jit
         def step(token, position, cache):
-            x, cache = decoder.forward(token, position, cache)
-            return decoder.logits(x), cache
+            logits, cache = decoder.decode(token, position, cache)
+            return decoder.joined(logits), cache
 
         cache, found = decoder.make_cache(batch, 256), []
-        one = jnp.zeros((batch, 1), jnp.int32)
+        one = jnp.zeros(batch, jnp.int32)
         assert set(calls) <= set(call_names(step.lower(one, one, cache).as_text()))
         for i in range(12):
-            token, position = jnp.full((batch, 1), 3 * i % config.vocabulary), jnp.full_like(one, i)
+            token, position = jnp.full_like(one, 3 * i % config.vocabulary), jnp.full_like(one, i)
             out, cache = step(token, position, cache)
             found.append(np.asarray(out))
         return np.stack(found)
@@ -505,15 +505,15 @@ def test_blocks_in_one_call_give_the_bits_of_a_call_each(name, monkeypatch):
     def logits(calls):
         @functools.partial(jax.jit, donate_argnums=2)
         def step(token, position, cache):
-            x, cache = decoder.forward(token, position, cache)
-            return decoder.logits(x), cache
+            logits, cache = decoder.decode(token, position, cache)
+            return decoder.joined(logits), cache
 
         cache, found = make_cache(config, 3, 256, jnp.bfloat16), []
-        one = jnp.zeros((3, 1), jnp.int32)
+        one = jnp.zeros(3, jnp.int32)
         text = step.lower(one, one, cache).as_text()
         assert call_names(text).count("decode_block" if calls > 1 else "decode_blocks") == calls
         for i in range(200):
-            token, position = jnp.full((3, 1), 3 * i % config.vocabulary), jnp.full((3, 1), i)
+            token, position = jnp.full_like(one, 3 * i % config.vocabulary), jnp.full_like(one, i)
             out, cache = step(token, position, cache)
             found.append(out)
         return np.stack(jax.device_get(found))

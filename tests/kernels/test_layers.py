@@ -11,13 +11,14 @@ import pytest
 from decoders import CONFIGS, TINY, random
 from jax import lax
 
-from jaxlowbit import INT8, Format, quantize, quantized_moe
+from jaxlowbit import INT8, Format, quantize, quantized_matmul, quantized_moe
 from jaxlowbit._backends import cuda_attend
 from jaxlowbit._backends.block import add_block
 from jaxlowbit._backends.call import Call, stored_weight
 from jaxlowbit._backends.layers import Layer, run_layers
 from jaxlowbit._composite import decode_block
 from jaxlowbit._composite.block import quantized_block
+from jaxlowbit._composite.matmuls import quantized_matmuls
 from jaxlowbit._composite.mlp import quantized_mlp
 from jaxlowbit._composite.normalized import normalized_matmuls
 from jaxlowbit._composite.rms_norm import rms_norm
@@ -113,17 +114,23 @@ def attend(operands: Any, options):
     return out.reshape(operands.query.shape), *caches
 
 
-def decode_layers(layers: Any, residual, *, activation, epsilon, devices):
+def decode_layers(layers: Any, residual, *, first, activation, epsilon, devices):
     """`decode_block.decode_layers`, layer by layer."""
     assert devices == ()
     caches, y = [], residual
     products: Any = layers[0].attention[:3]
+    if first is not None:
+        y = residual.astype(products[0].dtype)
+        products = quantized_matmuls(rms_norm(y, first.norm, epsilon), first.weights)
     for layer in layers:
         query, key, value = products
         operands = layer.attention._replace(query=query, key=key, value=value)
         attended, *cache = attend(operands, layer.attending)
         caches.append(cache)
         out, gate_up, down, *following = layer.weights
+        head = following if layer.following_dtype else []
+        following = [] if head else following
+        layer = layer._replace(weights=(out, gate_up, down, *following))
         options: dict[str, Any] = {"activation": activation, "epsilon": epsilon}
         options |= {"norm": layer.norm, "gate_up": gate_up, "down": down}
         attended = attended.reshape(len(y), -1)
@@ -135,6 +142,9 @@ def decode_layers(layers: Any, residual, *, activation, epsilon, devices):
         else:
             found = biased_block(attended, y, out, layer.out_bias, onward, **options)
         y, products = found if following else (found, ())
+        if head:
+            normed, dtype = rms_norm(y, layer.following_norm, epsilon), layer.following_dtype
+            products = [quantized_matmul(normed, head[0], preferred_element_type=dtype)]
     return caches, y, products
 
 
@@ -216,12 +226,12 @@ def test_blocks_together_give_the_bits_of_a_call_each(name, monkeypatch):
     def logits():
         @functools.partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
         def step(token, position, cache):
-            x, cache = decoder.forward(token, position, cache)
-            return decoder.logits(x), cache
+            logits, cache = decoder.decode(token, position, cache)
+            return decoder.joined(logits), cache
 
         cache, found = make_cache(config, 2, 64, jnp.bfloat16), []
         for i in range(3):
-            token, position = jnp.full((2, 1), 3 * i), jnp.full((2, 1), i)
+            token, position = jnp.full(2, 3 * i), jnp.full(2, i)
             out, cache = step(token, position, cache)
             found.append(np.asarray(out))
         return np.stack(found), jax.tree.map(np.asarray, cache)

@@ -102,18 +102,18 @@ def decode(model: Decoder, batch: int, steps: int, expected: dict[str, int]) -> 
 
     @functools.partial(jax.jit, donate_argnums=2, compiler_options=options)
     def step(token: Any, position: Any, cache: Any) -> Any:
-        x, cache = model.forward(token, position, cache)
-        return model.logits(x), cache
+        logits, cache = model.decode(token, position, cache)
+        return model.joined(logits), cache
 
     cache, found = model.make_cache(batch, 256), []
-    one = jnp.zeros((batch, 1), jnp.int32)
+    one = jnp.zeros(batch, jnp.int32)
     counts = collections.Counter(call_names(step.lower(one, one, cache).as_text()))
     assert {name: counts[name] for name in expected} == expected
     for i in range(steps):
-        token = (37 * jnp.arange(batch, dtype=jnp.int32) + 3 * i)[:, None] % 4224
-        out, cache = step(token, jnp.full((batch, 1), i, jnp.int32), cache)
+        token = (37 * jnp.arange(batch, dtype=jnp.int32) + 3 * i) % 4224
+        out, cache = step(token, jnp.full_like(one, i), cache)
         found.append(out)
-    return np.stack(jax.device_get(found))[:, :, 0]
+    return np.stack(jax.device_get(found))
 
 
 @pytest.mark.parametrize("batch", [1, 3, 16])
