@@ -23,8 +23,8 @@ __device__ inline void WaitForPreviousKernels() {
 #endif
 }
 
-// Waits likewise, when `ready` is known: ptxas computes behind the wait what is only used there, and each instruction
-// behind it delays all later kernels. Both branches wait.
+// Waits likewise, once `ready` has been computed. ptxas moves computations behind a plain wait if only later code uses
+// them, and each instruction there delays all later kernels. Both branches wait.
 __device__ inline void WaitForPreviousKernels([[maybe_unused]] uint32_t ready) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(

@@ -125,7 +125,7 @@ class NewRows {
   __device__ bool IsKey(int i) const { return i == p_.shared; }
   __device__ bool IsValue(int i) const { return i > p_.shared; }
 
-  // Where a row, its bias and its factors are; null for none.
+  // The addresses of a row, its bias and its factors; null if absent.
   struct Source {
     const T* row;
     const float *bias, *norm;

@@ -415,7 +415,7 @@ class DecodeLayer(NamedTuple):
     - `mixture`: if gate_up and down are stacks of experts.
     - `out_bias`: (d,), added to the product with `out`, or None. If devices add their parts, it is
       zero on all but one of them.
-    - `following_dtype`: of the following products of the last layer, if not that of the query.
+    - `following_dtype`: of the following products; None for the dtype of the query.
     """
 
     attention: cuda_attend.Operands

@@ -108,7 +108,7 @@ struct Consumer {
     return RaggedShareOf(p, memory.LoadTile(number));
   }
 
-  // Where this warp's partial sums of a tile of `slices` slices go.
+  // The destinations of this warp's partial sums of a tile of `slices` slices.
   struct Sending {
     typename ClusterReducer<I>::Destination of[kSlicesPerWarp];
     int count;  // of slices

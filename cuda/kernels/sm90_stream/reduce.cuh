@@ -32,7 +32,7 @@ class ClusterReducer {
                     Owned(slices) * senders_ * I::kTiles * kFragmentBytes);
   }
 
-  // Where a warp's partial sums of a slice go: an address and a barrier in the owner's shared memory.
+  // The destination of a warp's partial sums of a slice: an address and a barrier in the owner's shared memory.
   struct Destination {
     uint32_t fragment, barrier;
   };
@@ -265,13 +265,13 @@ class ClusterReducer {
            threadIdx.x % 32 * 16;
   }
 
-  // Where this lane's values of a fragment go: two channels, eight apart, of two rows.
+  // The destination of this lane's values of a fragment: two channels, eight apart, of two rows.
   struct Target {
     uint64_t rows[2];  // addresses of the first channel
     uint32_t has;      // bit j: there is a row and a channel of value j
     uint32_t is_float;
 
-    // Computes the values here, not where they are used.
+    // Makes the compiler compute the values here instead of at their use.
     __device__ void Pin() {
       asm volatile("" : "+l"(rows[0]), "+l"(rows[1]), "+r"(has), "+r"(is_float));
     }
