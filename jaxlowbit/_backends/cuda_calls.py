@@ -446,7 +446,7 @@ def decode_layers(
     Returns the updated arrays of the cache for each layer, then the new residual (batch, d) and the
     following products of the last layer.
     """
-    x = call.apart(residual[None])[0]
+    x: Any = call.apart(residual[None])[0]
     group: dict[str, Any] = {"devices": np.array(devices, np.int64)} if devices else {}
     group["epsilon"] = np.float32(epsilon)
     caller = "decode_block" if len(layers) == 1 else "decode_blocks"

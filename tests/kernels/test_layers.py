@@ -135,6 +135,7 @@ def decode_layers(layers: Any, residual, *, first, activation, epsilon, devices)
         options |= {"norm": layer.norm, "gate_up": gate_up, "down": down}
         attended = attended.reshape(len(y), -1)
         onward = None if not following else (layer.following_norm, following)
+        found: Any
         if layer.mixture is not None:
             found = block_with_experts(layer, attended, y, activation, epsilon)
         elif layer.out_bias is None:
