@@ -21,11 +21,6 @@ __device__ inline T Opaque(T value) {
   asm volatile("" : "+r"(value));
   return value;
 }
-template <typename T>
-__device__ inline T* Opaque(T* value) {
-  asm volatile("" : "+l"(value));
-  return value;
-}
 
 __device__ inline uint4 LoadShared16(uint32_t shared) {
   uint4 v;
