@@ -164,9 +164,10 @@ class RowExchange {
       if (__any_sync(~0u, !ok)) return false;
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
+        if (first + i >= senders()) break;
         if (!sent_ && first + i == e_.rank) AddTo(sums, values);
         Transpose(pieces[i]);
-        if (first + i < senders()) AddTo(sums, pieces[i]);
+        AddTo(sums, pieces[i]);
       }
     }
     if (!sent_ && e_.rank == senders()) AddTo(sums, values);

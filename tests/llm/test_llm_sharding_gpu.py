@@ -1,6 +1,7 @@
-"""A language model on two GPUs; `test_llm_sharding.py` covers all architectures on the CPU."""
+"""A language model on several GPUs; `test_llm_sharding.py` covers all architectures on the CPU."""
 
 import collections
+import functools
 import re
 from typing import Any
 
@@ -14,12 +15,13 @@ from helpers import call_names
 
 from jaxlowbit import INT4
 from jaxlowbit._llm import programs as loop
+from jaxlowbit._llm import sharding
 from jaxlowbit._llm.sampling import Sampling
 from jaxlowbit.llm import Config, Decoder, LanguageModel, generate, init, shard
 
 pytestmark = pytest.mark.gpu
 CONFIG = Config(
-    "llama", layers=3, width=512, heads=8, kv_heads=2, head_size=128, hidden=1536, vocabulary=4224,
+    "llama", layers=3, width=512, heads=8, kv_heads=4, head_size=128, hidden=1536, vocabulary=4224,
     context=1024,
 )  # fmt: skip
 MIXTURE = CONFIG.replace(
@@ -33,12 +35,12 @@ PROMPTS = [
 NEAR = 0.03  # effect of bfloat16 rounding, relative to the largest logit
 
 
-@pytest.fixture(scope="module")
-def mesh():
-    devices = jax.devices()
-    if len(devices) < 2:
-        pytest.skip(f"needs 2 GPUs, JAX sees {len(devices)}")
-    return jax.make_mesh((2,), ("model",), devices=devices[:2])
+@pytest.fixture(scope="module", params=[2, 4])
+def mesh(request):
+    count, devices = request.param, jax.devices()
+    if len(devices) < count:
+        pytest.skip(f"needs {count} GPUs, JAX sees {len(devices)}")
+    return jax.make_mesh((count,), ("model",), devices=devices[:count])
 
 
 def logits(decoder: Decoder, tokens: Any) -> np.ndarray:
@@ -52,6 +54,20 @@ def test_float32_gives_the_tokens_of_one_device(mesh):
     found = generate(shard(one, mesh), PROMPTS[:2], max_new_tokens=24)
     want = generate(one, PROMPTS[:2], max_new_tokens=24)
     assert [x.tokens for x in found] == [x.tokens for x in want]
+
+
+def test_every_device_finds_the_largest_logit(mesh):
+    division, parts = sharding.Division.of("test", CONFIG, mesh, {}), mesh.size
+    values = np.random.default_rng(0).normal(size=(32, 64 * parts)).astype(np.float32)
+    expected = (37 * np.arange(32)) % (64 * parts)  # of all devices
+    values[np.arange(32), expected] = 4 + np.arange(32) / 8
+    find = functools.partial(division.argmax, columns=64 * parts)
+    largest, column = jax.jit(lambda x: division.on_columns(find, x, jax.P()))(values)
+    assert len(column.addressable_shards) == parts
+    for part in column.addressable_shards:
+        np.testing.assert_array_equal(part.data, expected)
+    for part in largest.addressable_shards:
+        np.testing.assert_array_equal(part.data, values.max(axis=1))
 
 
 def check_tokens(two: LanguageModel, one: LanguageModel, prompts: list, which: set) -> None:
