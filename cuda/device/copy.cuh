@@ -21,11 +21,6 @@ __device__ inline T Opaque(T value) {
   asm volatile("" : "+r"(value));
   return value;
 }
-template <typename T>
-__device__ inline T* Opaque(T* value) {
-  asm volatile("" : "+l"(value));
-  return value;
-}
 
 __device__ inline uint4 LoadShared16(uint32_t shared) {
   uint4 v;
@@ -53,10 +48,6 @@ __device__ inline void StoreShared16(uint32_t shared, const uint4& v) {
 
 __device__ inline void StoreShared4(uint32_t shared, uint32_t v) {
   asm volatile("st.shared.u32 [%0], %1;\n" ::"r"(shared), "r"(v) : "memory");
-}
-
-__device__ inline void StoreShared8(uint32_t shared, uint32_t x, uint32_t y) {
-  asm volatile("st.shared.v2.u32 [%0], {%1, %2};\n" ::"r"(shared), "r"(x), "r"(y) : "memory");
 }
 
 __device__ inline uint2 LoadShared8(uint32_t shared) {

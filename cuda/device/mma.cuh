@@ -44,17 +44,6 @@ __device__ inline void Mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, u
   Mma<T>(d, a, b0, b1, d);
 }
 
-// Computes d[16][8] += a[16][32] * b[32][8] of signed bytes. A register contains four neighbours in k:
-//   a[2 * v + h] = a(g + 8 * h, 16 * v + 4 * t + {0, ..., 3})    b[v] = b(16 * v + 4 * t + {0, ..., 3}, g)
-//   d as above
-// https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-fragment-mma-16832
-__device__ inline void MmaBytes(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-      "{%8, %9}, {%0, %1, %2, %3};\n"
-      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
 // Computes d += a * b with float16 accumulation: d[h] is the pair d(g + 8 * h, 2 * t + {0, 1}).
 template <typename T>
 __device__ void Mma(uint32_t (&d)[2], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);

@@ -240,12 +240,6 @@ class IntegerRowPair {
     AddScaledSums(part, scale_, sums);
   }
 
-  // Likewise, of the first of a lane's two columns.
-  __device__ void AddFirstColumn(float low, float high, float (&sums)[4]) const {
-    sums[0] = fmaf(low, scale_[0], sums[0]);
-    sums[2] = fmaf(high, scale_[1], sums[2]);
-  }
-
  protected:
   static constexpr int kDown = kShift<T>;
   using ZeroPoint = IntegerZeroPoint<T, kDown, kSecondUp<kBits>>;

@@ -215,43 +215,6 @@ def test_products_of_normalized_rows_in_one_call_each(m, dtype, addend):
         assert np.linalg.norm(got - want) <= (0 if i in (0, 2) else eps) * np.linalg.norm(want)
 
 
-SPREAD = np.random.default_rng(7).integers(-40, 41, WIDE)
-EXPONENTS = {
-    "near": SPREAD / 4,
-    "far": SPREAD,
-    "one large": np.where(np.arange(WIDE) == 5, 100, SPREAD / 10),
-    "small": SPREAD / 4 - 100,
-    "zeros": np.where(np.arange(WIDE) % 192 == 77, SPREAD / 4, -np.inf),
-}
-
-
-@pytest.mark.parametrize("group_size", [-1, 128, 64, 32])
-@pytest.mark.parametrize("kind", EXPONENTS)
-def test_a_row_of_any_exponents(kind, group_size):
-    """A row is multiplied as integers only if they are exact (`integers.cuh`)."""
-    scales = np.exp2(EXPONENTS[kind]) * np.asarray(normal(WIDE, 1), np.float64)[:, 0]
-    x = np.asarray(jnp.asarray(scales, jnp.bfloat16), np.float64)
-    weight = quantize(normal(WIDE, WIDE, seed=1), Format(4, group_size))
-    ones, nothing = jnp.ones((1, WIDE), jnp.bfloat16), jnp.zeros((1, WIDE), jnp.float32)
-    run = functools.partial(normalized_matmuls, epsilon=0.0)
-    norm = jnp.asarray(x, jnp.float32)
-    _, (found,) = jax.jit(run)(ones, nothing, norm, [weight])
-    w = dequantize(weight).value
-    exact, size = (x @ w)[None], (abs(x) @ abs(w))[None]
-    eps = float(ml_dtypes.finfo(jnp.bfloat16).eps)
-    assert_within(found, exact, eps * abs(exact) + 64 * 2.0**-24 * size)
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_row_with_one_element_that_is_not_finite(value):
-    weight = quantize(normal(WIDE, WIDE, seed=1), INT4)
-    norm = jnp.ones(WIDE, jnp.float32).at[300].set(value)
-    ones, nothing = jnp.ones((1, WIDE), jnp.bfloat16), jnp.zeros((1, WIDE), jnp.float32)
-    run = functools.partial(normalized_matmuls, epsilon=0.0)
-    _, (found,) = jax.jit(run)(ones, nothing, norm, [weight])
-    assert not np.isfinite(np.asarray(found, np.float32)).any()  # 0 times infinity is NaN
-
-
 @pytest.mark.parametrize(("dtype", "large"), [(jnp.bfloat16, 1e25), (jnp.float16, 4e3)])
 @pytest.mark.parametrize("m", [1, 5, 16])
 def test_normalizations_of_a_block(m, dtype, large):

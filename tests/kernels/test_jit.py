@@ -354,7 +354,7 @@ def test_divided_instances_compile(nvrtc, tmp_path):
     """Several devices compute such products; `_ffi.instances` lists only the prebuilt instances."""
     divided = "jaxlowbit::sm90_stream::DividedInstance<"
     prebuilt = [name for _, name in instances_of(4, family="sm90_stream") if divided in name]
-    assert len(prebuilt) == 4
+    assert len(prebuilt) == 3
     begin = "jaxlowbit::sm90_stream::QmmSm90StreamKernel<"
     (family, name), *_ = sample(instances_of(8, family="sm90_stream", built=False), 1)
     wrapped = name.replace(begin, begin + divided).removesuffix(">") + ">>"

@@ -23,7 +23,7 @@ InstanceKey KeyOf(const QuantizedMatmul& problem, const Choice& choice, const De
 }
 
 std::string NameOf(const InstanceKey& key) {
-  constexpr const char* kPaths[] = {"kStages", "kGathers", "kRounds", "kIntegers"};
+  constexpr const char* kPaths[] = {"kStages", "kGathers", "kRounds"};
   const Variant variant = Variant::Of(key);
   const std::string instance =
       "jaxlowbit::sm90_stream::Instance<" + CudaName(key.lhs) + ", " + CudaName(key.scale) + ", " +
@@ -44,7 +44,6 @@ std::vector<InstanceKey> InstancesOf(int bits) {
   ForEachFormat(Family::kSm90Stream, bits, [&](InstanceKey key) {
     for (Variant variant : kVariants) {
       key.variant = variant.number();
-      if (!Exists(key, variant)) continue;
       if (variant.block_m <= MaxRows(bits, key.scale)) keys.push_back(key);
       if (!HasDivided(key, variant)) continue;
       variant.divided = true;

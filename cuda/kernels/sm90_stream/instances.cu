@@ -13,7 +13,7 @@ KernelFunction FindVariant(bool divided) {
   constexpr bool kBfloat16 = std::is_same_v<T, __nv_bfloat16>;
   constexpr ElementType kType = kBfloat16 ? ElementType::kBf16 : ElementType::kF16;
   constexpr InstanceKey kFormat = {Family::kSm90Stream, kType, kType, kZero, kBits};
-  if constexpr (HasPrebuiltZeros(kBits, kZero) && Exists(kFormat, kVariant) &&
+  if constexpr (HasPrebuiltZeros(kBits, kZero) &&
                 kVariant.block_m <= MaxRows(kBits, ElementType::kBf16)) {
     using Dense =
         Instance<T, T, kZero, kVariant.block_m, kBits, kVariant.ctas_per_sm, kVariant.lhs_path>;

@@ -39,27 +39,19 @@ struct Variant {
 };
 
 // Instances of 8 rows fit two CTAs per SM, so there is none for one. Only these gather lhs.
-inline constexpr Variant kVariants[] = {
-    {8, kMaxCtasPerSm, LhsPath::kStages},   {8, kMaxCtasPerSm, LhsPath::kGathers},
-    {8, kMaxCtasPerSm, LhsPath::kIntegers}, {16, 1, LhsPath::kStages},
-    {16, kMaxCtasPerSm, LhsPath::kStages},  {32, 1, LhsPath::kStages},
-    {32, kMaxCtasPerSm, LhsPath::kStages}};
+inline constexpr Variant kVariants[] = {{8, kMaxCtasPerSm, LhsPath::kStages},
+                                        {8, kMaxCtasPerSm, LhsPath::kGathers},
+                                        {16, 1, LhsPath::kStages},
+                                        {16, kMaxCtasPerSm, LhsPath::kStages},
+                                        {32, 1, LhsPath::kStages},
+                                        {32, kMaxCtasPerSm, LhsPath::kStages}};
 
 // Whether the divided instance of a variant is compiled ahead of time: for the commonest format, under PDL.
 template <typename Format>
 constexpr bool HasDivided(const Format& format, const Variant& variant) {
   return format.lhs == ElementType::kBf16 && format.scale == ElementType::kBf16 &&
          format.zero == ZeroKind::kNone && format.bits == 4 && format.codebook == Codebook::kNone &&
-         variant.ctas_per_sm == kMaxCtasPerSm &&
-         (variant.lhs_path == LhsPath::kStages || variant.lhs_path == LhsPath::kIntegers);
-}
-
-// Whether a variant exists for a format.
-template <typename Format>
-constexpr bool Exists(const Format& format, const Variant& variant) {
-  return variant.lhs_path != LhsPath::kIntegers ||
-         (format.lhs == ElementType::kBf16 && format.scale == ElementType::kBf16 &&
-          format.zero == ZeroKind::kNone && format.bits == 4 && format.codebook == Codebook::kNone);
+         variant.ctas_per_sm == kMaxCtasPerSm && variant.lhs_path == LhsPath::kStages;
 }
 
 // Rounds a bfloat16 lhs. Always JIT-compiled.

@@ -90,7 +90,6 @@ struct Consumer {
   const int lane;
   StageMultiplier<I> multiplier;
   RingCursor cursor;
-  bool has_integers = false;  // LhsPath::kIntegers: whether the row is stored as integers
 
   __device__ Consumer(const Params& p, Memory memory)
       : p(p),
@@ -147,26 +146,9 @@ struct Consumer {
       sending.Pin();
     }
     Accumulators<I> acc = {};
-    uint32_t digits = 0, factors = 0;
-    if constexpr (I::kLhsPath == LhsPath::kIntegers) {
-      if (tile == share.slice_begin) {
-        has_integers = RowSplitter(p, share, memory, LhsRow<I>(p, share)).Split();
-      }
-      digits = memory.base + p.plan.gathered, factors = memory.base + p.plan.whole_rows;
-    }
     for (int left = share.atom_end - share.atom_begin; left > 0; left -= stage_atoms) {
       Wait(memory.full(cursor.slot), cursor.parity);
       const uint32_t stage = ring + cursor.slot * slot_bytes;
-      if constexpr (I::kLhsPath == LhsPath::kIntegers) {
-        if (has_integers) {
-          if (active) multiplier.MultiplyIntegers(stage, digits, factors, left, acc);
-          digits += stage_atoms * kDigitBytes;
-          factors += stage_atoms / kChunkAtoms * kFactorBytes;
-          ArriveAsWarp(memory.empty(cursor.slot), lane);
-          cursor.Advance(num_stages);
-          continue;
-        }
-      }
       const uint32_t activations =
           I::kLhsPath == LhsPath::kStages ? stage : gathered_end - left * multiplier.LhsBytes();
       if (active) multiplier.Multiply(stage, activations, left, acc);
@@ -175,9 +157,6 @@ struct Consumer {
     }
     if constexpr (I::kHasOneRow) {
       if (p.m == 1) StageMultiplier<I>::SumColumns(acc);
-    }
-    if constexpr (I::kLhsPath == LhsPath::kIntegers) {
-      if (has_integers) multiplier.AddDigits(acc);
     }
     reducer.WaitUntilFree();
     if constexpr (!kEarly) sending = SendingOf(reducer, slices);

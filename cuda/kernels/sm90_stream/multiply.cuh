@@ -9,7 +9,6 @@
 #include "cuda/device/mma.cuh"
 #include "cuda/device/packed.cuh"
 #include "cuda/device/rows.cuh"
-#include "cuda/kernels/sm90_stream/integers.cuh"
 #include "cuda/kernels/sm90_stream/params.cuh"
 
 namespace jaxlowbit::sm90_stream {
@@ -160,40 +159,6 @@ class StageMultiplier : Table<I::kCodebook> {
     }
   }
 
-  // Likewise, with a row of integers (integers.cuh). `digits`, `factors`: of the stage's first atom.
-  __device__ void MultiplyIntegers(uint32_t stage, uint32_t digits, uint32_t factors, int left,
-                                   Accumulators<I>& acc) const {
-    const int own = min(p_.plan.warp_atoms, left - atom_);
-    digits += atom_ * kDigitBytes + lane_ / 8 * (kDigits * kCopyBytes) + lane_ % 8 / 2 * kCopyBytes;
-    factors += atom_ / kChunkAtoms * kFactorBytes;
-    if (own == 2 && p_.atom_step == 0) {
-      MultiplyDigits<2, 0>(stage, digits, factors, acc);
-    } else if (own == 2 && p_.groups_per_atom == 1) {
-      MultiplyDigits<2, 1>(stage, digits, factors, acc);
-    } else if (own == 2) {
-      MultiplyDigits<2, 2>(stage, digits, factors, acc);
-    } else if (own == 1 && p_.groups_per_atom == 1) {
-      MultiplyDigits<1, 1>(stage, digits, factors, acc);
-    } else if (own == 1) {
-      MultiplyDigits<1, 2>(stage, digits, factors, acc);
-    }
-  }
-
-  // Adds the columns of MultiplyIntegers's result, in the unit of Multiply's.
-  __device__ void AddDigits(Accumulators<I>& acc) const {
-    constexpr int kUnit = 127 - kWeightUp - kShift<T>;
-    const float unit = __uint_as_float(static_cast<uint32_t>(kUnit + lane_ % 4 * 8) << 23);
-#pragma unroll
-    for (int i = 0; i < kSlicesPerWarp; ++i) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        float sum = acc[i][0][2 * h] * unit;
-        sum += __shfl_xor_sync(~0u, sum, 1);
-        acc[i][0][2 * h] = sum + __shfl_xor_sync(~0u, sum, 2);
-      }
-    }
-  }
-
   // Sums the columns of MultiplyOneRow's result.
   __device__ static void SumColumns(Accumulators<I>& acc) {
 #pragma unroll
@@ -319,53 +284,6 @@ class StageMultiplier : Table<I::kCodebook> {
         LoadRows(stage, i, RowsAt(at) + group * kRows, rows[i]);
         rows[i].template AddColumn<I::kSumsLhs>(column, part[0][i], lhs_sums, acc[i][0]);
       }
-    }
-  }
-
-  // Multiplies kAtoms atoms by a row of integers, in kGroups groups each, or in one group together (0).
-  template <int kAtoms, int kGroups>
-  __device__ void MultiplyDigits(uint32_t stage, uint32_t digits, uint32_t factors,
-                                 Accumulators<I>& acc) const {
-    constexpr int kParts = kGroups == 0 ? 1 : kAtoms * kGroups;  // groups in all
-    constexpr int kPairs = kStepsPerAtom / 2;                    // of steps, one mma each
-    Rows<I> rows[kSlicesPerWarp];
-    uint32_t packed[kAtoms][kSlicesPerWarp][kBits];
-    int part[kSlicesPerWarp][4] = {};
-    const auto load_rows = [&](int group) {
-      const int on = kGroups == 0 ? 0 : RowsAt(group / kGroups) + group % kGroups * kRows;
-#pragma unroll
-      for (int i = 0; i < kSlicesPerWarp; ++i) LoadRows(stage, i, on, rows[i]);
-    };
-    load_rows(0);
-#pragma unroll
-    for (int i = 0; i < kSlicesPerWarp; ++i) {
-#pragma unroll
-      for (int a = 0; a < kAtoms; ++a) LoadWords(stage, i, a, packed[a][i]);
-    }
-    const float factor = __uint_as_float(LoadShared4(factors));
-    uint32_t lhs[kStepsPerAtom];
-#pragma unroll
-    for (int pair = 0; pair < kAtoms * kPairs; ++pair) {
-      const int a = pair / kPairs, step = pair % kPairs * 2;
-      if (step == 0) LoadMatrices(lhs, digits + a * kDigitBytes);
-#pragma unroll
-      for (int i = 0; i < kSlicesPerWarp; ++i) {
-        const uint32_t (&words)[kBits] = packed[a][i];
-        const uint32_t weights[4] = {WeightBytes(words[step] << 4), WeightBytes(words[step]),
-                                     WeightBytes(words[step + 1] << 4),
-                                     WeightBytes(words[step + 1])};
-        MmaBytes(part[i], weights, lhs[step], lhs[step + 1]);
-      }
-      if ((pair + 1) * kParts % (kAtoms * kPairs) != 0) continue;  // in the middle of a group
-#pragma unroll
-      for (int i = 0; i < kSlicesPerWarp; ++i) {
-        rows[i].AddFirstColumn(static_cast<float>(part[i][0]) * factor,
-                               static_cast<float>(part[i][2]) * factor, acc[i][0]);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) part[i][j] = 0;
-      }
-      const int next = (pair + 1) * kParts / (kAtoms * kPairs);
-      if (next < kParts) load_rows(next);
     }
   }
 

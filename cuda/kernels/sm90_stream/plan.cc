@@ -3,7 +3,6 @@
 #include "cuda/kernels/sm90_stream/plan.h"
 
 #include <algorithm>
-#include <cstdlib>
 
 #include "cuda/gpu.h"
 #include "cuda/problem.h"
@@ -83,21 +82,8 @@ Plan PlanOf(const QuantizedMatmul& problem, int cluster_ctas, int slices, int ct
   const int64_t gather_bytes = gathered_bytes + problem.k * row_bytes;
   const bool gathers = problem.permuted_parts > 0 && problem.lhs_aligned && block_m == 8 &&
                        gather_bytes <= kMaxGatheredBytes;
-  // Four bytes a column, and a factor for each two atoms (integers.cuh).
-  const int64_t own_atoms = CeilDiv(plan.stages, cluster) * plan.stage_atoms;
-  const int64_t integer_bytes = own_atoms * (4 * kAtom + 2);
-  // JLB_INTEGERS: maximum columns of a CTA.
-  const char* limit_columns = getenv("JLB_INTEGERS");
-  const bool integers =
-      limit_columns != nullptr && own_atoms * kAtom <= atoi(limit_columns) &&
-      problem.rounding == Rounding::kNone && problem.pdl && !IsOfBlocks(problem) &&
-      problem.m == 1 && problem.permuted_parts == 0 && problem.lhs == ElementType::kBf16 &&
-      problem.scale == ElementType::kBf16 && problem.zero == ZeroKind::kNone && problem.bits == 4 &&
-      problem.codebook == Codebook::kNone && plan.stage_atoms % 2 == 0 &&
-      (problem.group_size < 0 || problem.group_size % 32 == 0) && integer_bytes <= kMaxIntegerBytes;
   plan.lhs_path = problem.rounding != Rounding::kNone ? LhsPath::kRounds
                   : gathers                           ? LhsPath::kGathers
-                  : integers                          ? LhsPath::kIntegers
                                                       : LhsPath::kStages;
   const bool in_stages = plan.lhs_path == LhsPath::kStages;
   // For m = 1 a tensor-map tile has a single row, since out-of-bounds rows slow down TMA.
@@ -112,12 +98,8 @@ Plan PlanOf(const QuantizedMatmul& problem, int cluster_ctas, int slices, int ct
   const int senders = cluster * plan.warps_k;
   plan.sums_bytes = (senders << plan.owned_shift) * kSliceRows * block_m * 4;
   plan.gathered = kBarriersBytes + plan.sums_bytes * (IsOfBlocks(problem) ? 2 : 1);
-  plan.whole_rows = plan.gathered + static_cast<int>(integers    ? own_atoms * 4 * kAtom
-                                                     : in_stages ? 0
-                                                                 : gathered_bytes);
-  const int64_t before = gathers    ? plan.gathered + gather_bytes
-                         : integers ? plan.gathered + integer_bytes
-                                    : plan.whole_rows;
+  plan.whole_rows = plan.gathered + (in_stages ? 0 : static_cast<int>(gathered_bytes));
+  const int64_t before = gathers ? plan.gathered + gather_bytes : plan.whole_rows;
   plan.ring = static_cast<int>(CeilDiv(before, kTmaAlignment) * kTmaAlignment);
   const bool exclusive = ctas_per_sm == 1;
   const bool leaves_room = plan.ring + kExclusiveStages * plan.slot_bytes <= kExclusiveBytes;

@@ -34,7 +34,7 @@ inline constexpr int kTileRecordBytes = 16;
 // How activations reach shared memory. kStages: by TMA with the weights of each stage. kGathers, kRounds: the consumers
 // write all activations of the CTA's part of k before its first tile, gathering permuted columns (gather.cuh) or
 // rounding 16-bit values to 8 bits (round.cuh).
-enum class LhsPath { kStages, kGathers, kRounds, kIntegers };
+enum class LhsPath { kStages, kGathers, kRounds };
 
 // Maximum packed weights in a CTA's ring. More loads in flight slow down all of them.
 inline constexpr int kMaxPackedBytes = 64 * 1024;
@@ -48,9 +48,6 @@ inline constexpr int kExclusiveStages = 3;
 // Maximum shared memory for gathered activations and their source rows, or for rounded activations. The rest is for
 // weights.
 inline constexpr int kMaxGatheredBytes = 24 * 1024;
-
-// Maximum bytes of an integer row (integers.cuh).
-inline constexpr int kMaxIntegerBytes = 36 * 1024;
 
 // Maximum rows with kRounds. A warp rounds columns of one row.
 inline constexpr int kMaxRoundedRows = 2;
