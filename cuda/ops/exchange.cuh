@@ -164,7 +164,7 @@ class RowExchange {
       if (__any_sync(~0u, !ok)) return false;
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        if (first + i >= senders()) break;
+        if (first + i >= senders()) break;  // with an odd number, at the end
         if (!sent_ && first + i == e_.rank) AddTo(sums, values);
         Transpose(pieces[i]);
         AddTo(sums, pieces[i]);
