@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <memory>
+#include <numeric>
 #include <vector>
 
 #include "cuda/check/check_sending.h"
@@ -20,18 +21,23 @@ namespace {
 constexpr int kCheckedRounds = 7;
 constexpr int kTimedRounds = 24;
 constexpr int kReplays = 15;
-constexpr int kDevices = 2;
 constexpr int64_t kDelay = 100000;  // clocks
 const std::vector<int64_t> kRows = {1, 2, 7, 8, 16, 29, 32};
 constexpr int64_t kSentRows = 16;  // products of up to so many rows always send
 
-// GPU 0 has room for all kernels of two devices that wait for each other with few columns.
-const std::vector<int64_t> kColumnsOfOneGpu = {64, 576, 1024};
+// One GPU has room for all kernels of several devices that wait for each other, with few rows and columns.
+struct OneGpuRoom {
+  int devices;
+  std::vector<int64_t> columns;
+};
+const std::vector<OneGpuRoom> kRoomOfOneGpu = {
+    {2, {64, 576, 1024}}, {3, {64, 576, 1024}}, {4, {64, 256}}};
+constexpr int64_t kRowsOfOneGpu = 64;  // of all devices
 const std::vector<int64_t> kColumns = {64, 576, 4096, 8192, 12288};
 
-// Columns and k of the layers of Llama 3 8B and 70B, halved: output projections, then down.
+// Columns and k of the layers of Llama 3 8B and 70B: output projections, then down. A device has a part of k.
 const std::vector<std::pair<int64_t, int64_t>> kTimedLayers = {
-    {4096, 2048}, {4096, 7168}, {8192, 4096}, {8192, 14336}};
+    {4096, 4096}, {4096, 14336}, {8192, 8192}, {8192, 28672}};
 
 __global__ void Wait(int64_t clocks) {
   const int64_t start = clock64();
@@ -280,29 +286,33 @@ class Member {
 
 // A member on each device, and the memory that they share.
 struct Group {
-  Group(bool one_gpu, const Layer& layer) {
-    if (one_gpu) shared = std::make_unique<OneGpu>(kDevices, layer.columns);
-    for (int i = 0; i < kDevices; ++i) {
+  Group(int parts, bool one_gpu, const Layer& layer) {
+    if (one_gpu) shared = std::make_unique<OneGpu>(parts, layer.columns);
+    std::vector<int> devices(parts);
+    std::iota(devices.begin(), devices.end(), 0);
+    for (int i = 0; i < parts; ++i) {
       Exchange exchange;
       if (one_gpu) {
         exchange = shared->exchanges[i];
       } else {
-        Check(FindExchange({0, 1}, i, layer.columns, &exchange), "FindExchange");
+        Check(FindExchange(devices, i, layer.columns, &exchange), "FindExchange");
       }
       members.push_back(std::make_unique<Member>(one_gpu ? 0 : i, exchange, layer));
     }
   }
-  bool can_send() const { return members[0]->can_send() && members[1]->can_send(); }
+  bool can_send() const {
+    return std::all_of(members.begin(), members.end(), [](const auto& m) { return m->can_send(); });
+  }
 
   std::unique_ptr<OneGpu> shared;
   std::vector<std::unique_ptr<Member>> members;
 };
 
-// Whether both devices get the bits that one gets from the sums.
+// Whether all devices get the bits that one gets from the sums.
 bool IsCorrect(const Group& group, int64_t rows, int64_t columns) {
   const auto& members = group.members;
   for (int round = 0; round < kCheckedRounds; ++round) {
-    for (int i = 0; i < kDevices; ++i) members[i]->Enqueue(round, (round + i) % 3 == 0);
+    for (size_t i = 0; i < members.size(); ++i) members[i]->Enqueue(round, (round + i) % 3 == 0);
   }
   std::vector<std::vector<uint16_t>> found;
   for (const auto& member : members) found.push_back(member->Results());
@@ -315,12 +325,12 @@ bool IsCorrect(const Group& group, int64_t rows, int64_t columns) {
     members[0]->NormalizeAlone(round, sums);
   }
   const std::vector<uint16_t> expected = members[0]->Results();
-  for (int i = 0; i < kDevices; ++i) {
+  for (size_t i = 0; i < members.size(); ++i) {
     if (found[i] == expected) continue;
     const auto differs =
         std::mismatch(found[i].begin(), found[i].end(), expected.begin()).first - found[i].begin();
-    std::printf("WRONG  sending %lld rows of %lld: device %d, element %lld\n",
-                static_cast<long long>(rows), static_cast<long long>(columns), i,
+    std::printf("WRONG  adding %lld rows of %lld: device %zu of %zu, element %lld\n",
+                static_cast<long long>(rows), static_cast<long long>(columns), i, members.size(),
                 static_cast<long long>(differs));
     return false;
   }
@@ -343,24 +353,32 @@ float Time(const std::vector<std::unique_ptr<Member>>& members) {
 
 }  // namespace
 
-std::pair<int, int> CheckSending() {
+std::pair<int, int> CheckSending(int most) {
   if (DeviceInfo(0).compute_capability != 90) return {0, 0};
   int count = 0, correct = 0, wrong = 0;
   Check(cudaGetDeviceCount(&count), "cudaGetDeviceCount");
-  const auto check = [&](bool one_gpu, const std::vector<int64_t>& columns) {
-    for (int64_t n : columns) {
+  count = std::min({count, most, kMaxExchangeParts});
+  // `sends`: the products, not the normalization.
+  const auto check = [&](int parts, bool one_gpu, bool sends, int64_t rows, int64_t columns) {
+    const Group group(parts, one_gpu, {rows, columns, 512, kCheckedRounds, sends});
+    if (!group.can_send() && rows > kSentRows) return;  // another kernel is faster
+    ++(group.can_send() && IsCorrect(group, rows, columns) ? correct : wrong);
+  };
+  for (const auto& [parts, all_columns] : kRoomOfOneGpu) {
+    for (int64_t columns : all_columns) {
       for (int64_t rows : kRows) {
-        const Group group(one_gpu, {rows, n, 512, kCheckedRounds, true});
-        if (!group.can_send() && rows > kSentRows) continue;  // another kernel is faster
-        ++(group.can_send() && IsCorrect(group, rows, n) ? correct : wrong);
+        if (parts * rows > kRowsOfOneGpu) continue;
+        for (bool sends : {false, true}) check(parts, true, sends, rows, columns);
       }
     }
-  };
-  if (count >= kDevices) {
-    Check(PrepareKernels(1), "PrepareKernels");
-    check(false, kColumns);
-  } else {
-    check(true, kColumnsOfOneGpu);
+    std::printf("%d devices that are GPU 0: %d passed so far, %d failed\n", parts, correct, wrong);
+  }
+  for (int device = 1; device < count; ++device) Check(PrepareKernels(device), "PrepareKernels");
+  for (int parts = 2; parts <= count; parts *= 2) {
+    for (int64_t columns : kColumns) {
+      for (int64_t rows : kRows) check(parts, false, true, rows, columns);
+    }
+    std::printf("products of %d GPUs: %d passed so far, %d failed\n", parts, correct, wrong);
   }
   Check(cudaSetDevice(0), "cudaSetDevice");
   return {correct, wrong};
@@ -369,24 +387,25 @@ std::pair<int, int> CheckSending() {
 void TimeSending() {
   int count = 0;
   Check(cudaGetDeviceCount(&count), "cudaGetDeviceCount");
-  if (DeviceInfo(0).compute_capability != 90 || count < kDevices) return;
-  for (const auto& [columns, k] : kTimedLayers) {
-    for (int64_t rows : {1, 4, 16}) {
-      float times[3];
-      for (bool sends : {false, true}) {
-        Group group(false, {rows, columns, k, kTimedRounds, sends});
-        times[sends] = Time(group.members);
+  if (DeviceInfo(0).compute_capability != 90) return;
+  for (int parts = 2; parts <= std::min(count, kMaxExchangeParts); parts *= 2) {
+    for (const auto& [columns, all_k] : kTimedLayers) {
+      for (int64_t rows : {1, 4, 16}) {
+        const int64_t k = all_k / parts;
+        float times[2];
+        for (bool sends : {false, true}) {
+          times[sends] = Time(Group(parts, false, {rows, columns, k, kTimedRounds, sends}).members);
+        }
+        std::vector<std::unique_ptr<Member>> alone;
+        alone.push_back(
+            std::make_unique<Member>(0, Exchange(), Layer{rows, columns, k, kTimedRounds, false}));
+        std::printf(
+            "%d GPUs, %2lld rows, products %lld x %lld and back: the normalization sends %7.2f us, "
+            "the product %7.2f, without an exchange %7.2f\n",
+            parts, static_cast<long long>(rows), static_cast<long long>(columns),
+            static_cast<long long>(k), times[0], times[1], Time(alone));
+        std::fflush(stdout);
       }
-      std::vector<std::unique_ptr<Member>> alone;
-      alone.push_back(
-          std::make_unique<Member>(0, Exchange(), Layer{rows, columns, k, kTimedRounds, false}));
-      times[2] = Time(alone);
-      std::printf(
-          "%d GPUs, %2lld rows, products %lld x %lld and back: the normalization sends %7.2f us, "
-          "the product %7.2f, without an exchange %7.2f\n",
-          kDevices, static_cast<long long>(rows), static_cast<long long>(columns),
-          static_cast<long long>(k), times[0], times[1], times[2]);
-      std::fflush(stdout);
     }
   }
 }

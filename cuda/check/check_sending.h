@@ -7,11 +7,11 @@
 
 namespace jaxlowbit::check {
 
-// Compares bits with products and normalizations of one device. Devices are the GPUs of this machine, or all are GPU 0 if
-// there are too few. Prints wrong cases. Returns the numbers of correct and wrong cases.
-std::pair<int, int> CheckSending();
+// Compares bits with products and normalizations of one device, for several devices that are all GPU 0, and for 2 up to
+// `most` GPUs of this machine. Prints wrong cases. Returns the numbers of correct and wrong cases.
+std::pair<int, int> CheckSending(int most);
 
-// Prints microseconds of two products and a normalization on two GPUs, whose rows the product or the normalization
+// Prints microseconds of two products and a normalization on several GPUs, whose rows the product or the normalization
 // sends, with cold weights, in a CUDA graph on each GPU.
 void TimeSending();
 

@@ -11,8 +11,8 @@
 //   driver placed           times products with overlapping or unaligned buffers
 //   driver attend [STRIDE]  checks and times attention; with STRIDE, only checks every STRIDE-th case
 //   driver experts [STRIDE] the same for the kernels around products of experts
-//   driver exchange [GPUS]  checks and times the addition of rows over 2 up to all GPUs, and checks products that send
-//                           their results; with GPUS, only checks, over up to GPUS
+//   driver exchange [GPUS]  checks and times the addition of rows over 2 up to all GPUs, and over several devices that
+//                           are all GPU 0; with GPUS, only checks, over up to GPUS
 //   driver sweep            checks real layer shapes with every m of the sweep
 //   driver time [options]   checks a sample of the result, then prints microseconds per call with cold
 //                           weights, in a CUDA graph:
@@ -593,6 +593,7 @@ TimeOptions Parse(int argc, char** argv) {
 }
 
 int Main(int argc, char** argv) {
+  std::setvbuf(stdout, nullptr, _IOLBF, BUFSIZ);  // a stopped check has printed lines
   const std::string command = argc > 1 ? argv[1] : "";
   const char* const commands[] = {"check",  "sweep",   "time",     "choices", "placed",
                                   "attend", "experts", "exchange", "ragged"};
@@ -615,7 +616,7 @@ int Main(int argc, char** argv) {
   if (command == "exchange") {
     const int most = argc > 2 ? std::atoi(argv[2]) : kMaxExchangeParts;
     auto [correct, wrong] = CheckExchange(most);
-    const auto [sent, not_sent] = CheckSending();
+    const auto [sent, not_sent] = CheckSending(most);
     correct += sent, wrong += not_sent;
     std::printf("%d passed, %d failed\n", correct, wrong);
     if (wrong == 0 && argc == 2) TimeExchange(most), TimeSending();

@@ -273,6 +273,7 @@ std::pair<int, int> CheckExchange(int most) {
       add(IsCorrect(parts, 1, columns));  // after more rows
     }
     add(StopsInTime(parts));
+    std::printf("%d GPUs: %d passed so far, %d failed\n", parts, correct, wrong);
   }
   return {correct, wrong};
 }
