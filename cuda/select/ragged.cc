@@ -8,9 +8,10 @@
 namespace jaxlowbit {
 
 int64_t ExpectedBlocks(const QuantizedMatmul& problem, int block_m) {
-  if (problem.listed_per_row > 0) return problem.m;
   const auto experts = static_cast<double>(std::max<int64_t>(problem.experts(), 1));
-  const double mean = static_cast<double>(problem.m) / experts, spread = std::sqrt(mean);
+  const double everywhere = std::max(experts, static_cast<double>(problem.all_experts));
+  const double mean = static_cast<double>(problem.m) / everywhere, spread = std::sqrt(mean);
+  if (problem.listed_per_row > 0) return std::max<int64_t>(std::llround(mean * experts), 1);
   // Rows of a group are about Poisson distributed.
   double blocks = 0, sum = 0;
   const int first = std::max(0, static_cast<int>(mean - 6 * spread));

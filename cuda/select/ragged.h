@@ -22,7 +22,7 @@ inline bool IsOfBlocks(const QuantizedMatmul& problem) {
   return problem.groups_of_rows == kOfBlocks;
 }
 
-// Blocks of `block_m` rows if every row chooses its group at random.
+// Blocks of `block_m` rows of the experts here if every row chooses its expert at random.
 int64_t ExpectedBlocks(const QuantizedMatmul& problem, int block_m);
 
 // Maximum number of blocks for any sizes.

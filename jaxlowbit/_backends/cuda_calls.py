@@ -121,9 +121,11 @@ def _add_ragged(
     activation: str | None,
     *,
     lhs: Any,
+    all_experts: int = 0,
     **fields: Any,
 ) -> int:
-    """Appends the product of the rows at `x`, in groups, and a stack of matrices or pairs."""
+    """Appends the product of the rows at `x`, in groups, and a stack of matrices or pairs.
+    `all_experts`: of all devices, 0 for the number of groups."""
     if offset is not None:
         fields["group_offset_at"] = calls.operand(offset.reshape(1))
     addends = {}
@@ -138,6 +140,7 @@ def _add_ragged(
         addends=addends,
         activation=activation or "none",
         groups_of_rows=calls.at[groups].shape[0],
+        all_experts=all_experts or calls.at[groups].shape[0],
         group_sizes_at=groups,
         **fields,
     )
@@ -156,6 +159,7 @@ def moe(
     activation: str | None,
     out_dtype: jnp.dtype,
     accumulate_float16: bool,
+    all_experts: int,
 ) -> Array:
     """`quantized_moe`, (..., n), as one CUDA custom call.
 
@@ -174,6 +178,7 @@ def moe(
         out,
         activation=activation,
         accumulate_float16=accumulate_float16,
+        all_experts=all_experts,
     )
     return call.apart(calls.run()[0])[0].reshape(*rows, down.n)
 
@@ -192,9 +197,11 @@ def _add_experts(
     *,
     activation: str | None,
     accumulate_float16: bool = False,
+    all_experts: int,
 ) -> None:
     """Appends the products and steps of `quantized_moe`, of the rows at `x` and the choices at
-    `expert` and `weight`. `offset`: a place, 0 if all experts are here."""
+    `expert` and `weight`. `offset`: a place, 0 if all experts are here. `all_experts`: of all
+    devices."""
     k, dtype = calls.at[x].shape[-1], calls.at[x].dtype
     choices = tuple(calls.at[expert].shape)
     count = math.prod(choices)
@@ -203,7 +210,11 @@ def _add_experts(
     grouped = calls.result((1, count, k), dtype)
     hidden = calls.result((1, count, down.k), dtype)
     results = calls.result((1, count, down.n), jnp.float32)
-    shared: dict[str, Any] = {"lhs": dtype, "accumulate_float16": accumulate_float16}
+    shared: dict[str, Any] = {
+        "lhs": dtype,
+        "all_experts": all_experts,
+        "accumulate_float16": accumulate_float16,
+    }
     products = [
         _add_ragged(calls, *operands, **shared)
         for operands in (
@@ -541,7 +552,8 @@ def _add_mixture(
     )
     offset = 0 if mixture.offset is None else calls.operand(mixture.offset.reshape(1))
     operands = (calls, x, expert, weight, gate_up, down, mixture.gate_up_bias, mixture.down_bias)
-    _add_experts(*operands, offset, out, activation=activation)
+    experts = router.weight.shape[1]
+    _add_experts(*operands, offset, out, activation=activation, all_experts=experts)
 
 
 def unsupported_router(router: Router, capability: int) -> str | None:

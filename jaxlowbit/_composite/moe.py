@@ -42,6 +42,7 @@ def quantized_moe(
     gate_up_bias: Any = None,
     down_bias: Any = None,
     group_offset: Any = None,
+    num_experts: int | None = None,
     lhs_qtype: Any = None,
     preferred_element_type: Any = None,
     precision: lax.DotAlgorithmPreset | None = None,
@@ -75,6 +76,9 @@ def quantized_moe(
     - `group_offset`: None if all experts are on this device. Otherwise an integer, () or (1,),
       perhaps traced: the number of the first expert of this device. The sum over devices is the
       result.
+    - `num_experts`: with `group_offset`, the number of experts on all devices. It does not change
+      the result: kernels are chosen for the share of choices that are of experts here. None: all
+      choices.
     - `lhs_qtype`: None, or the 8-bit dtype of rows before both products, as for `quantized_matmul`.
     - `preferred_element_type`, `out_sharding`: for the result, as for `quantized_matmul`.
     - `precision`, `backend`: for every product.
@@ -106,6 +110,9 @@ def quantized_moe(
         check_rows(caller, hidden, down, lhs_qtype, options)
     expert, weight = _checked_choices(x, expert, weight)
     _, experts, _, features = gate_up.shape
+    if num_experts is not None:
+        rule = f"None or an integer from {experts} on, the number of experts here"
+        num_experts = checks.integer(caller, "num_experts", num_experts, rule, experts)
     shapes = {"gate_up_bias": (2, experts, features), "down_bias": (experts, down.n)}
     rules = {"gate_up_bias": "(2, experts, hidden)", "down_bias": "(experts, n)"}
     biases = (
@@ -113,7 +120,12 @@ def quantized_moe(
         for name, bias in (("gate_up_bias", gate_up_bias), ("down_bias", down_bias))
     )
     options = options.replace(out_sharding=None)
-    product = functools.partial(_moe, options=options, activation=activation, dtype=dtype)
+    fields: dict[str, Any] = {
+        "activation": activation,
+        "dtype": dtype,
+        "all_experts": num_experts or experts,
+    }
+    product = functools.partial(_moe, options=options, **fields)
     operands = (x, expert, weight, gate_up, down, *biases, checked_offset(caller, group_offset))
     with checks.within(caller):
         chained = (matrix(gate_up), matrix(down))
@@ -137,6 +149,8 @@ def _moe(
 class _Moe(RaggedCall):
     """The MLPs of experts. Rows are x, experts and weights of the choices; others are the biases of
     both products and the group offset."""
+
+    all_experts: int  # of all devices
 
     @property
     def custom_calls(self) -> Mapping[str, Callable[..., tuple[Array, ...]]]:
@@ -163,6 +177,7 @@ class _Moe(RaggedCall):
             activation=self.activation,
             out_dtype=self.options.out_dtype(x),
             accumulate_float16=self.options.accumulate_float16,
+            all_experts=self.all_experts,
         )
         return (out,)
 

@@ -474,6 +474,7 @@ class Block(nnx.Module):
             None if self.down_bias is None else self.down_bias.get_value(),
             activation=self.config.activation,
             offset=self._first_expert,
+            num_experts=self.config.experts,
             lhs_qtype=self.lhs_qtype if self.rounds(x) else None,
             dtype=dtype,
         )

@@ -56,6 +56,7 @@ def mix(
     *,
     activation: Any,
     offset: Array | None,
+    num_experts: int,
     lhs_qtype: Any,
     dtype: Any,
 ) -> Array:
@@ -68,7 +69,7 @@ def mix(
       hidden).
     - `down`: (experts, hidden, width).
     - `gate_up_bias`, `down_bias`: (2, experts, hidden) and (experts, width), or None.
-    - `activation`, `lhs_qtype`: as for `quantized_moe`.
+    - `activation`, `num_experts`, `lhs_qtype`: as for `quantized_moe`.
     - `offset`: the number of the first of these experts, int32 (), if other devices have other
       experts; the caller adds the results of all devices.
     """
@@ -84,6 +85,7 @@ def mix(
             gate_up_bias=gate_up_bias,
             down_bias=down_bias,
             group_offset=offset,
+            num_experts=num_experts,
             lhs_qtype=lhs_qtype,
             preferred_element_type=dtype,
         )

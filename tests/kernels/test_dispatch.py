@@ -275,6 +275,19 @@ def test_errors_give_the_reason(problem: dict[str, Any], reason):
     assert "split_k" not in choice
 
 
+@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("n, k, gated", [(14336, 4096, True), (4096, 14336, False)])
+def test_a_device_with_a_part_of_the_experts_expects_a_part_of_the_rows(n, k, gated, devices):
+    """16 tokens with two of eight experts each: about four rows an expert."""
+    own = 8 // devices
+    problem = {"m": 32, "n": n, "k": k, "gated": gated, "early_start": True, **H200}
+    pair = 2 if gated else 1
+    part = {"groups_of_rows": own, "num_weights": pair * own}
+    alone = select(**problem, **part)
+    assert alone["block_m"] > 8
+    assert select(**problem, **part, all_experts=8)["block_m"] == 8
+
+
 def test_the_number_of_experts_decides_a_ragged_choice():
     """512 rows are 4 of each of 128 experts, or all of one."""
     problem: dict[str, Any] = {"m": 512, "n": 1536, "k": 2048, "group_size": 128}

@@ -111,6 +111,7 @@ def test_experts_with_mixed_formats():
             weights["layers.0.down_bias"][own],
             activation="gpt_oss",
             offset=None if offset is None else jnp.int32(offset),
+            num_experts=GPT_OSS.experts,
             lhs_qtype=None,
             dtype=jnp.float32,
         )

@@ -235,7 +235,7 @@ def test_experts_sharded_over_devices():
 
     def part(x, expert, weight, gate_up, down):
         offset = lax.axis_index("model") * down.shape[0]
-        own = functools.partial(quantized_moe, group_offset=offset)
+        own = functools.partial(quantized_moe, group_offset=offset, num_experts=EXPERTS)
         return lax.psum(own(x, expert, weight, gate_up, down), "model")
 
     rows = (P(), P(), P())

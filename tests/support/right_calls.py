@@ -300,6 +300,7 @@ CALLS = {
         activation=constant("silu"),
         gate_up_bias=NONE,
         down_bias=NONE,
+        num_experts=constant(8),
         **GROUPED,
     ),
     "mlp": call(
