@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import Array, lax
 
 from .._requirements import require_extra
 from .generate import generate
 from .language_model import LanguageModel, check_model
 from .perplexity import perplexity
+from .structure import Structure, split
 
 _ROWS = 64  # maximum number of tokens whose logits exist at the same time
 _LENGTH = 64  # windows are padded to a multiple of it
@@ -103,7 +103,7 @@ class _Requests:
     def __init__(self, model: LanguageModel) -> None:
         super().__init__()
         self.model = model
-        self._parts = nnx.split(model.decoder)
+        self._parts = split(model.decoder)
 
     def loglikelihood(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
         """log p of a continuation after a context, and whether each token has the largest logit."""
@@ -169,11 +169,11 @@ class _Requests:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _likelihood(
-    graph: Any, weights: Any, tokens: Array, skipped: Array, count: Array
+    structure: Structure, weights: list[Array], tokens: Array, skipped: Array, count: Array
 ) -> tuple[Array, Array]:
     """The sum of log p of the `count` tokens after the first, except the first `skipped` of these,
     and whether each has the largest logit. `tokens` is (length + 1,)."""
-    decoder = nnx.merge(graph, weights)
+    decoder = structure.merge(weights)
     length = len(tokens) - 1
     steps = jnp.arange(length, dtype=jnp.int32)
     positions = jnp.where(steps < count, steps, -1)

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import Array, lax
 
 from .._core import checks
 from .language_model import LanguageModel, check_model
 from .prompts import encoded, is_single
+from .structure import Structure, split
 
 _CONTEXT = 512  # the default
 _ROWS = 64  # maximum number of tokens whose logits exist at the same time
@@ -83,8 +83,8 @@ def perplexity(
     step = context - len(begin)
     rule = f"tokens between the starts of windows, an integer from 1 to {step}, or None"
     stride = checks.integer("perplexity", "stride", stride or step, rule, 1, step)
-    known = [_split(model), *([] if reference is None else [_checked(model, reference)])]
-    graphs, weights = zip(*known, strict=True)
+    known = [split(model.decoder), *([] if reference is None else [_checked(model, reference)])]
+    structures, weights = zip(*known, strict=True)
     windows: Any = list(_windows(len(tokens), step, stride))
     if progress:
         from tqdm import tqdm
@@ -96,7 +96,7 @@ def perplexity(
         padded = np.zeros(context + 1, np.int32)
         padded[: len(window)] = window
         bounds = np.int32(len(begin) + done - start), np.int32(len(window) - 1)
-        total += np.asarray(_surprise(graphs, weights, padded, *bounds), np.float64)
+        total += np.asarray(_surprise(structures, weights, padded, *bounds), np.float64)
     loss, divergence = total / (len(tokens) - 1)
     try:
         perplexity = math.exp(loss)
@@ -106,11 +106,7 @@ def perplexity(
     return Perplexity(perplexity, len(tokens) - 1, context, float(loss), found)
 
 
-def _split(model: LanguageModel) -> tuple[Any, Any]:
-    return nnx.split(model.decoder)
-
-
-def _checked(model: LanguageModel, reference: Any) -> tuple[Any, Any]:
+def _checked(model: LanguageModel, reference: Any) -> tuple[Structure, list[Array]]:
     check_model("perplexity", reference)
     ours, theirs = model.config.vocabulary, reference.config.vocabulary
     if ours != theirs:
@@ -118,7 +114,7 @@ def _checked(model: LanguageModel, reference: Any) -> tuple[Any, Any]:
             f"perplexity: the reference has {theirs} tokens, but the model {ours}; pass a "
             "reference with the same tokens."
         )
-    return _split(reference)
+    return split(reference.decoder)
 
 
 def _windows(count: int, step: int, stride: int) -> Iterator[tuple[int, int, int]]:
@@ -163,14 +159,20 @@ def windowed(model: Any, text: Any, context: Any) -> tuple[np.ndarray, np.ndarra
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _surprise(graphs: Any, weights: Any, tokens: Array, skipped: Array, count: Array) -> Array:
+def _surprise(
+    structures: tuple[Structure, ...],
+    weights: tuple[list[Array], ...],
+    tokens: Array,
+    skipped: Array,
+    count: Array,
+) -> Array:
     """Sums over the predicted tokens of a window: -log p by the first model, and its divergence
     from the second model, or 0.
 
     `tokens` is (context + 1,). Predicted are the `count` tokens after the first, except the first
     `skipped` of these.
     """
-    decoders = [nnx.merge(graph, state) for graph, state in zip(graphs, weights, strict=True)]
+    decoders = [x.merge(own) for x, own in zip(structures, weights, strict=True)]
     context = len(tokens) - 1
     steps = jnp.arange(context, dtype=jnp.int32)
     positions = jnp.where(steps < count, steps, -1)

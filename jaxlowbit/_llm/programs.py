@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import Array, lax
 
 from . import memory
@@ -23,6 +22,7 @@ from .cache import Cache, bucket, nbytes
 from .language_model import LanguageModel
 from .sampling import NOT_A_NUMBER, Counts, Sampling, checked, random_key, sample
 from .schema import Masks
+from .structure import Structure, split
 
 LARGEST_CHUNK = 512  # maximum tokens of a prompt per call
 SMALLEST_CHUNK = 16
@@ -148,7 +148,7 @@ def run(
     fixed = None if masks is not None else _fixed_tokens(model)
     size = fixed or (1 if growing or masks is not None else _TOKENS)
     options = ends, random_key(seed), sampling, logprobs, fixed
-    draw = functools.partial(decode, *nnx.split(model.decoder))
+    draw = functools.partial(decode, *split(model.decoder))
     calls = _Calls(draw, options, logits, state, kept if n == 1 else None, masks)
     # A caller can start measuring when the prompts are read: the loop is compiled, and a GPU has
     # its first call.
@@ -268,7 +268,7 @@ def _read(
     if old is not None:
         kept.cache = cut(kept.cache, np.int32(start))
     kept.tokens = prompts[0][:start]
-    graph, weights = nnx.split(model.decoder)
+    structure, weights = split(model.decoder)
     logits, at, sizes = jnp.zeros(0), start, chunks(longest - start)
     for i, size in enumerate(sizes):
         count = size if i > 0 else longest - start - sum(sizes[1:])
@@ -278,7 +278,7 @@ def _read(
         # After a shared prefix, one program serves all of its lengths.
         reach = slots if start > 0 else min(slots, 1 << int(at + size - 1).bit_length())
         logits, kept.cache = prefill(
-            graph, weights, kept.cache, chunk, placed, np.int32(count), reach
+            structure, weights, kept.cache, chunk, placed, np.int32(count), reach
         )
         at += count
         kept.tokens = prompts[0][:at]
@@ -316,8 +316,8 @@ def _state(
 
 @functools.partial(jax.jit, static_argnums=(0, 6), donate_argnums=2)
 def prefill(
-    graph: Any,
-    weights: Any,
+    structure: Structure,
+    weights: list[Array],
     cache: Cache,
     tokens: Array,
     positions: Array,
@@ -328,7 +328,7 @@ def prefill(
 
     **Returns:** logits (batch, vocabulary) after the last of these columns, and the cache.
     """
-    decoder = nnx.merge(graph, weights)
+    decoder = structure.merge(weights)
     x, cache = decoder.forward(tokens, positions, cache, reach=reach)
     last = lax.dynamic_index_in_dim(x, count - 1, axis=1, keepdims=False)
     return decoder.divided_logits(last), cache._replace(used=cache.used - tokens.shape[1] + count)
@@ -336,8 +336,8 @@ def prefill(
 
 @functools.partial(jax.jit, static_argnums=(0, 8, 9), donate_argnums=3)
 def decode(
-    graph: Any,
-    weights: Any,
+    structure: Structure,
+    weights: list[Array],
     logits: Array,
     state: State,
     count: Array,
@@ -355,7 +355,7 @@ def decode(
     the check whether sequences have ended, and could not start the next program meanwhile. Steps
     after the end may overwrite the last slot of the cache.
     """
-    decoder = nnx.merge(graph, weights)
+    decoder = structure.merge(weights)
     batch = state.positions.shape[0]
     rows = jnp.arange(batch, dtype=jnp.int32)
     keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(rows)

@@ -19,6 +19,7 @@ from jaxlowbit._llm import memory
 from jaxlowbit._llm import programs as loop
 from jaxlowbit._llm.cache import make_cache
 from jaxlowbit._llm.sampling import Sampling
+from jaxlowbit._llm.structure import split
 from jaxlowbit._llm.text import Text
 from jaxlowbit.llm import Decoder, LanguageModel, generate, stream
 
@@ -157,13 +158,12 @@ def test_prompts_of_a_bucket_and_tokens_compile_nothing(caplog):
 
 def traced(decoder):
     """A traced call that draws eight tokens for two sequences as on a GPU, and its state."""
-    graph, state = nnx.split(decoder)
     cache = make_cache(decoder.config, 2, 256, decoder.dtype)
     zeros = jnp.zeros(2, jnp.int32)
     logits, start = jnp.zeros((2, LLAMA.vocabulary)), loop.State(cache, zeros, zeros == 1)
     ends, key = loop.Ends(jnp.zeros(0, jnp.int32), zeros + 256), jax.random.key(0)
     return loop.decode.trace(
-        graph, state, logits, start, np.int32(8), ends, key, Sampling(), None, 8
+        *split(decoder), logits, start, np.int32(8), ends, key, Sampling(), None, 8
     ), start
 
 

@@ -19,9 +19,9 @@ def read(monkeypatch):
     counts = []
     prefill = programs.prefill
 
-    def counted(graph, weights, cache, tokens, positions, *rest):
+    def counted(structure, weights, cache, tokens, positions, *rest):
         counts.append(int((positions >= 0).sum()))
-        return prefill(graph, weights, cache, tokens, positions, *rest)
+        return prefill(structure, weights, cache, tokens, positions, *rest)
 
     monkeypatch.setattr(programs, "prefill", counted)
     return counts

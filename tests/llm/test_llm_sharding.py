@@ -23,6 +23,7 @@ from jaxlowbit._command import main
 from jaxlowbit._llm import command
 from jaxlowbit._llm import programs as loop
 from jaxlowbit._llm.sampling import Sampling
+from jaxlowbit._llm.structure import split
 from jaxlowbit.llm import (
     Config,
     Decoder,
@@ -194,12 +195,12 @@ def test_a_file_is_sharded_while_it_is_read(tmp_path):
 
 def traced(decoder: Decoder) -> tuple[Any, loop.State]:
     """A traced call that draws three tokens for two sequences, and its state."""
-    graph, state = nnx.split(decoder)
     numbers = jnp.zeros(2, jnp.int32), jnp.zeros(2, bool)
     logits = decoder.divided_logits(jnp.zeros((2, 64)))
     start = loop.State(decoder.make_cache(2, 256), *decoder.replicate(numbers))
     ends, key = loop.Ends(jnp.zeros(0, jnp.int32), numbers[0]), jax.random.key(0)
-    return loop.decode.trace(graph, state, logits, start, np.int32(3), ends, key, Sampling()), start
+    operands = logits, start, np.int32(3), ends, key
+    return loop.decode.trace(*split(decoder), *operands, Sampling()), start
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])

@@ -17,6 +17,7 @@ from jaxlowbit import INT4
 from jaxlowbit._llm import programs as loop
 from jaxlowbit._llm import sharding
 from jaxlowbit._llm.sampling import Sampling
+from jaxlowbit._llm.structure import split
 from jaxlowbit.llm import Config, Decoder, LanguageModel, generate, init, shard
 
 pytestmark = pytest.mark.gpu
@@ -143,12 +144,11 @@ def test_batches_in_turn_do_not_disturb_each_other(name, mesh):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_step_sends_sums_and_the_largest_logits_only(name, batch, in_calls, mesh):
     decoder = shard(LanguageModel(init(CONFIGS[name], INT4).decoder), mesh).decoder
-    graph, state = nnx.split(decoder)
     numbers = jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool)
     logits = decoder.divided_logits(jnp.zeros((batch, 512), jnp.bfloat16))
     start = loop.State(decoder.make_cache(batch, 256), *decoder.replicate(numbers))
     ends, key = loop.Ends(jnp.zeros(0, jnp.int32), numbers[0]), jax.random.key(0)
-    program = loop.decode.trace(graph, state, logits, start, np.int32(3), ends, key, Sampling())
+    program = loop.decode.trace(*split(decoder), logits, start, np.int32(3), ends, key, Sampling())
     text = program.lower().compile().as_text() or ""
     kinds = "all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all"
     sent = collections.Counter(re.findall(rf"= .*? ({kinds})(?:-start)?\(", text))
