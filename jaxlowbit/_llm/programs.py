@@ -19,6 +19,7 @@ from jax import Array, lax
 
 from . import memory
 from .cache import Cache, bucket, nbytes
+from .decoder import Decoder
 from .language_model import LanguageModel
 from .sampling import NOT_A_NUMBER, Counts, Sampling, checked, random_key, sample
 from .schema import Masks
@@ -139,7 +140,9 @@ def run(
     limits = [min(max_new_tokens, config.context - len(prompt)) for prompt in prompts]
     left = max(limits)
     start, slots = _room(model, prompts, kept, left, n, caller)
-    logits = _read(model, prompts, kept, start, slots)
+    parts = split(model.decoder)
+    read = functools.partial(prefill, *parts)
+    logits = _read(model.decoder, read, prompts, kept, start, slots)
     logits, state = _state(model, prompts, kept, logits, sampling, n)
     positions = np.repeat(np.add(limits, [len(prompt) for prompt in prompts]), n)
     ends = Ends(
@@ -148,7 +151,7 @@ def run(
     fixed = None if masks is not None else _fixed_tokens(model)
     size = fixed or (1 if growing or masks is not None else _TOKENS)
     options = ends, random_key(seed), sampling, logprobs, fixed
-    draw = functools.partial(decode, *split(model.decoder))
+    draw = functools.partial(decode, *parts)
     calls = _Calls(draw, options, logits, state, kept if n == 1 else None, masks)
     # A caller can start measuring when the prompts are read: the loop is compiled, and a GPU has
     # its first call.
@@ -249,9 +252,15 @@ def _fixed_tokens(model: LanguageModel) -> int | None:
 
 
 def _read(
-    model: LanguageModel, prompts: list[list[int]], kept: Kept, start: int, slots: int
+    decoder: Decoder,
+    read: Callable[..., tuple[Array, Cache]],
+    prompts: list[list[int]],
+    kept: Kept,
+    start: int,
+    slots: int,
 ) -> Array:
-    """Reads prompts from token `start` on into `kept`; the logits after their last tokens."""
+    """Reads prompts from token `start` on into `kept` with `read`, `prefill` of the decoder; the
+    logits after their last tokens."""
     # Prompts end together: shorter ones are padded at the front, at no position. The first chunk is
     # padded at its end, which the next one overwrites.
     longest = max(map(len, prompts))
@@ -263,12 +272,11 @@ def _read(
     old = kept.cache if start > 0 or kept.slots == slots else None
     if kept.slots < slots:
         kept.cache = None
-        empty = model.decoder.make_cache(len(prompts), slots)
+        empty = decoder.make_cache(len(prompts), slots)
         kept.cache = empty if old is None else copied(old, empty)
     if old is not None:
         kept.cache = cut(kept.cache, np.int32(start))
     kept.tokens = prompts[0][:start]
-    structure, weights = split(model.decoder)
     logits, at, sizes = jnp.zeros(0), start, chunks(longest - start)
     for i, size in enumerate(sizes):
         count = size if i > 0 else longest - start - sum(sizes[1:])
@@ -277,9 +285,7 @@ def _read(
         placed = np.pad(positions[:, at : at + count], padding, constant_values=-1)
         # After a shared prefix, one program serves all of its lengths.
         reach = slots if start > 0 else min(slots, 1 << int(at + size - 1).bit_length())
-        logits, kept.cache = prefill(
-            structure, weights, kept.cache, chunk, placed, np.int32(count), reach
-        )
+        logits, kept.cache = read(kept.cache, chunk, placed, np.int32(count), reach)
         at += count
         kept.tokens = prompts[0][:at]
     return logits

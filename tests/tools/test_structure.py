@@ -39,8 +39,7 @@ FLAX = ("linen", "nnx")
 # Optional dependencies, and the compiled module, by the modules that may import them.
 ONLY = {
     "flax": r"_flax\.((linen|nnx)_\w+|serialization|qwix_provider)|"
-    r"_llm\.(bench|block|cache_file|command|decoder|harness|language_model|low_rank|perplexity)|"
-    r"_llm\.(programs|sharding)",
+    r"_llm\.(bench|block|cache_file|command|decoder|language_model|low_rank|sharding|structure)",
     "qwix": r"_core\.qarray|_flax\.qwix_provider",
     "gguf": r"_llm\.(exporting|ggml_grids|gguf_file|gguf_metadata)",
     "jinja2": r"_llm\.chat_template",
