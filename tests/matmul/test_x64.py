@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import right_calls
 import wrong_calls
+from call_arguments import arrays
 from flax import nnx
 
 import jaxlowbit as jl
@@ -199,5 +200,5 @@ def test_numbers_of_numpy_are_numbers():
     )
     np.testing.assert_array_equal(given, wanted)
     x = np.ones((2, 64))  # float64, which JAX converts to float32
-    assert "float32 (2, 64)" in jl.explain(x, right_calls.arrays()["q"], device="cpu")
-    assert jl.supported_backends(x, right_calls.arrays()["q"])["xla"] is None
+    assert "float32 (2, 64)" in jl.explain(x, arrays()["q"], device="cpu")
+    assert jl.supported_backends(x, arrays()["q"])["xla"] is None

@@ -15,10 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from flax.errors import FlaxError
-from right_calls import (
-    CALLS,
+from call_arguments import (
     MODULE,
     K,
     Model,
@@ -31,6 +28,9 @@ from right_calls import (
     language_model,
     variables,
 )
+from flax import nnx
+from flax.errors import FlaxError
+from right_calls import CALLS
 
 import jaxlowbit as jl
 from jaxlowbit import llm
