@@ -13,9 +13,9 @@ from .decoder import Decoder
 class Structure:
     """A decoder without its weights.
 
-    `split` gives decoders of the same structure the same object, which is compared by identity. To
-    start a call with what `nnx.split` returns for Llama 3 8B took 8 ms, as long as its eight steps
-    on four GPUs: metadata is compared, and 650 arrays are flattened.
+    `split` returns the same object for decoders of the same structure, and jit compares it by
+    identity. With the result of `nnx.split`, jit compared metadata and flattened 650 arrays in each
+    call of Llama 3 8B, which took 4 ms, half as long as its eight steps on four GPUs.
     """
 
     def __init__(self, graph: Any, tree: Any) -> None:
